@@ -1,0 +1,86 @@
+"""Rotary embedding and the write of new keys and values into their pages, in one pass over the step's tokens.
+
+Queries, keys and values usually are slices of one projection, so the kernel takes flat memory and row
+strides.
+"""
+
+import numpy as np
+import torch
+from numba import prange
+
+from kernels.cpu.threads import compiled
+from kernels.reference import ReferenceOps
+
+
+def rotary_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+) -> torch.Tensor:
+    if any(x.dtype != torch.float32 for x in (q, k, v, cos_sin, kv_layer)):
+        return ReferenceOps().rotary_and_store(
+            q, k, v, cos_sin, positions, kv_layer, block_tables, query_start
+        )  # fmt: skip
+    out = torch.empty(q.shape)
+    (flat_q, stride_q), (flat_k, stride_k), (flat_v, stride_v) = _flat(q), _flat(k), _flat(v)
+    _rotate_and_store(
+        flat_q, stride_q, flat_k, stride_k, flat_v, stride_v, cos_sin.contiguous().numpy(), positions.numpy(),
+        kv_layer.numpy(), block_tables.numpy(), query_start.numpy(), out.numpy(),
+    )  # fmt: skip
+    return out
+
+
+def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:
+    """The memory that x [T, H, D] spans, and the distance of its tokens; copies where heads are not
+    adjacent."""
+    num_tokens, num_heads, head_dim = x.shape
+    if x.stride(2) != 1 or x.stride(1) != head_dim:
+        x = x.contiguous()
+    stride = x.stride(0)
+    return x.as_strided(((num_tokens - 1) * stride + num_heads * head_dim,), (1,)).numpy(), stride
+
+
+@compiled
+def _rotate_and_store(
+    q: np.ndarray,
+    stride_q: int,
+    k: np.ndarray,
+    stride_k: int,
+    v: np.ndarray,
+    stride_v: int,
+    cos_sin: np.ndarray,
+    positions: np.ndarray,
+    kv_layer: np.ndarray,
+    block_tables: np.ndarray,
+    query_start: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    num_tokens, num_heads, head_dim = out.shape
+    num_kv_heads, page_tokens = kv_layer.shape[2], kv_layer.shape[3]
+    half = head_dim // 2
+    for t in prange(num_tokens):
+        position = positions[t]
+        sequence = np.searchsorted(query_start, t, side="right") - 1
+        page, row = block_tables[sequence, position // page_tokens], position % page_tokens
+        cos, sin = cos_sin[position, :half], cos_sin[position, half:]
+        for h in range(num_heads):
+            source = q[t * stride_q + h * head_dim : t * stride_q + (h + 1) * head_dim]
+            target = out[t, h]
+            for d in range(half):
+                target[d] = source[d] * cos[d] - source[d + half] * sin[d]
+                target[d + half] = source[d + half] * cos[d] + source[d] * sin[d]
+        for h in range(num_kv_heads):
+            source = k[t * stride_k + h * head_dim : t * stride_k + (h + 1) * head_dim]
+            target = kv_layer[page, 0, h, row]
+            for d in range(half):
+                target[d] = source[d] * cos[d] - source[d + half] * sin[d]
+                target[d + half] = source[d + half] * cos[d] + source[d] * sin[d]
+            value = v[t * stride_v + h * head_dim : t * stride_v + (h + 1) * head_dim]
+            store = kv_layer[page, 1, h, row]
+            for d in range(head_dim):
+                store[d] = value[d]

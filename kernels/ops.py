@@ -1,0 +1,68 @@
+"""The one public interface of the kernels: what a model may ask for, on any device.
+
+`reference.py` says in plain torch what each op computes; `cpu/` and `cuda/` implement it; `get_ops` picks by
+device. Shapes: T new tokens of S sequences, Hq query heads, Hkv key/value heads, D head dim, P pages, B page
+tokens, F hidden of the gated MLP. A layer of the KV component is contiguous [P, 2, Hkv, B, D]: keys at 0,
+values at 1. positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
+token.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class Ops(Protocol):
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] times weight [out, in] -> [T, out]."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """[T, H] -> [T, H], statistics in float32."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual)."""
+
+    def rotary_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotates q [T, Hq, D] and k [T, Hkv, D] half-split (GPT-NeoX order) by `cos_sin` [max_len, D] (first
+        half cos, second half sin), writes k and v of each token into its sequence's page, and returns the
+        rotated q."""
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, Hq, D] over the pages, which already hold the new tokens. Token i of
+        sequence s stands at position context_lens[s] - (query_start[s+1] - query_start[s]) + i. Returns [T,
+        Hq, D]. Reads pages in place for single-token queries; rows of a page at or beyond the context are
+        never read into the result."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for gate_up [T, 2F] -> [T, F]."""
+
+
+def get_ops(device: str) -> Ops:
+    """The implementation for `cpu` or `cuda`; imports only what it needs."""
+    if device == "cpu":
+        from kernels.cpu.ops import CpuOps
+
+        return CpuOps()
+    from kernels.reference import ReferenceOps
+
+    return ReferenceOps()

@@ -1,0 +1,93 @@
+"""What each op computes, in plain torch and one sequence at a time: the oracle of the tests, and the
+fall-back on any device."""
+
+import torch
+
+
+class ReferenceOps:
+    """Ops on whatever device its tensors are on; obvious, not fast."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)
+        return (x32 * scale).to(x.dtype) * weight
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+    ) -> torch.Tensor:
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
+        page_tokens = kv_layer.shape[3]
+        lengths = torch.diff(query_start.long())
+        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+        page = block_tables[sequence, positions // page_tokens].long()
+        row = positions % page_tokens
+        kv_layer[page, 0, :, row] = _rotate(k, cos, sin).to(kv_layer.dtype)
+        kv_layer[page, 1, :, row] = v.to(kv_layer.dtype)
+        return _rotate(q, cos, sin)
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        starts, contexts = query_start.tolist(), context_lens.tolist()
+        for s, context_len in enumerate(contexts):
+            rows = slice(starts[s], starts[s + 1])
+            key, value = gather_context(kv_layer, block_tables[s], context_len)
+            out[rows] = _attend(q[rows], key.to(q.dtype), value.to(q.dtype), scale)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def gather_context(
+    kv_layer: torch.Tensor, block_table: torch.Tensor, context_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's keys and values as copies, each [Hkv, context_len, D]; nothing beyond the context."""
+    page_tokens = kv_layer.shape[3]
+    num_pages = -(-context_len // page_tokens)
+    pages = kv_layer[block_table[:num_pages].long()]  # [n, 2, Hkv, B, D]
+    merged = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context_len]  # [2, Hkv, context_len, D]
+    return merged[0], merged[1]
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [t, Hq, D] are the last t positions of key and value [Hkv, n, D]."""
+    num_new, num_heads, _ = q.shape
+    num_kv_heads, context_len, _ = key.shape
+    key = key.repeat_interleave(num_heads // num_kv_heads, dim=0)
+    value = value.repeat_interleave(num_heads // num_kv_heads, dim=0)
+    scores = torch.einsum("thd,hnd->htn", q, key).float() * scale
+    position = torch.arange(context_len - num_new, context_len, device=q.device).unsqueeze(1)
+    future = torch.arange(context_len, device=q.device) > position  # [t, n]
+    weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1).to(q.dtype)
+    return torch.einsum("htn,hnd->thd", weights, value)

@@ -1,0 +1,240 @@
+"""A request's way through D, from the granted reservation to free pages: one coroutine a ticket, in protocol order.
+
+The desk (`desk.py`) has already taken the pages and said yes to the gateway; messages that arrive for the ticket become
+events of its machine there, or complete what this coroutine waits for.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from services.decode.loop import TokenOutbox
+from services.decode.ticket import LiveTicket
+from shared.bus.ask import ask
+from shared.engine.api import Engine, TokenOut
+from shared.machines import decode as machine
+from shared.machines.stepping import FINISHED, Cause
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    Commit,
+    CommitReply,
+    CommitStatus,
+    Destination,
+    DestinationReply,
+    DestinationStatus,
+    Fail,
+    Verdict,
+)
+from shared.runtime.deps import Deps
+from shared.runtime.errors import (
+    BatonError,
+    Corrupt,
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolError,
+    TransferTimeout,
+    UnknownRoom,
+    error_from_code,
+)
+from shared.transfer.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFlowSettings:
+    """probe_s: how long D waits in silence before it asks P whether the ticket still lives there.
+    unknown_asks: how often P may say that it has not heard of the ticket. landing_s: how long bytes may be behind the
+    record. tell_s: how long a peer is told of a failure."""
+
+    probe_s: float = 1.0
+    unknown_asks: int = 8
+    landing_s: float = 5.0
+    tell_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFlow:
+    """What the coroutine works with."""
+
+    deps: Deps
+    engine: Engine
+    link: Link
+    outbox: TokenOutbox
+    settings: DecodeFlowSettings
+
+
+async def serve_ticket(d: DecodeFlow, ticket: LiveTicket) -> None:
+    """Runs a granted ticket to its end. Returns when its pages are free."""
+    try:
+        with ticket.scope:
+            ticket.scope.check()
+            if ticket.order.prefill is None:
+                ticket.apply(machine.StartedLocally(ticket.key.generation))
+                d.engine.start_local(ticket.key)
+            else:
+                await d.link.open(ticket.key, ticket.secret, d.engine.unit_tables(ticket.key), ticket.first_bytes)
+                await _publish_destination(d, ticket)
+                record = await _await_record(d, ticket)
+                if not _ended_at_first(record):
+                    await _await_bytes(d, ticket, record)
+                _take_over(d, ticket, record)
+            ticket.scope.check()
+            await ticket.all_done.wait()
+        ticket.apply(machine.Ended(ticket.key.generation, Cause(FINISHED)))
+    except BatonError as error:
+        ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="decode")))
+    except Exception as error:
+        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", repr(error), by="decode")))
+        raise
+    finally:
+        await _release(d, ticket)
+
+
+def perform(d: DecodeFlow, ticket: LiveTicket, effect: object) -> None:
+    """Carries out one effect of the ticket's machine."""
+    match effect:
+        case machine.StartGroup():
+            d.engine.start_prefilled(ticket.key, ticket.first_tokens())
+            ticket.apply(machine.Started(ticket.key.generation))
+        case machine.AckCommit():
+            if not ticket.commit_answer.done():
+                ticket.commit_answer.set_result(CommitReply(status=CommitStatus.COMMITTED))
+        case machine.Quarantine():
+            ticket.scope.end()
+        case machine.TellPrefill(cause=cause):
+            if ticket.order.prefill is not None:
+                d.deps.spawn(
+                    _tell(d, ticket, "prefill", ticket.order.prefill, cause), f"tell-prefill-{ticket.key.room}"
+                )
+        case machine.TellGateway(cause=cause):
+            d.deps.spawn(_tell(d, ticket, "gateway", ticket.order.gateway, cause), f"tell-gateway-{ticket.key.room}")
+
+
+async def _publish_destination(d: DecodeFlow, ticket: LiveTicket) -> None:
+    """Tells P where the state goes, until P says that it has heard it. NATS does not order two publishers, so P may be
+    asked before the gateway's own message has reached it: *unknown* is asked again for a while."""
+    assert ticket.order.prefill is not None
+    for _ in range(d.settings.unknown_asks):
+        reply = await _send_destination(d, ticket, ticket.order.prefill)
+        if reply.status is DestinationStatus.ACCEPTED:
+            return
+        if reply.status is not DestinationStatus.UNKNOWN:
+            raise error_from_code(
+                reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket"
+            )
+    raise UnknownRoom("the prefill worker never heard of this ticket")
+
+
+async def _send_destination(d: DecodeFlow, ticket: LiveTicket, prefill: str) -> DestinationReply:
+    destination = Destination(
+        room=ticket.key.room,
+        generation=ticket.key.generation,
+        decode=d.deps.peer,
+        identity=d.engine.identity,
+        geometry=d.engine.geometry,
+        link=d.link.address,
+        secret=ticket.secret,
+        remaining_s=0.0,
+    )
+    where = subjects.subject("prefill", prefill, subjects.DESTINATION)
+    return await ask(d.deps.bus, d.deps.clock, where, destination, DestinationReply, deadline=ticket.deadline)
+
+
+async def _await_record(d: DecodeFlow, ticket: LiveTicket) -> Commit:
+    """Waits for P's commit record. In silence it asks P (by repeating the destination) rather than guess."""
+    assert ticket.order.prefill is not None
+    while not ticket.record.done():
+        left = ticket.deadline - d.deps.clock.now()
+        if left <= 0:
+            raise DeadlineExceeded("the prompt's state did not arrive before the request's deadline")
+        await asyncio.wait({ticket.record}, timeout=min(d.settings.probe_s, left))
+        if ticket.record.done():
+            break
+        reply = await _send_destination(d, ticket, ticket.order.prefill)
+        if reply.status is not DestinationStatus.ACCEPTED and not ticket.record.done():
+            raise error_from_code(
+                reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket"
+            )
+    return ticket.record.result()
+
+
+async def _await_bytes(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> None:
+    """Compares our own sidecar's counts and digests with the record; raises Corrupt, naming the component."""
+    if record.prompt_len != len(ticket.order.prompt):
+        raise ProtocolError(
+            f"the record speaks of {record.prompt_len} tokens, the prompt has {len(ticket.order.prompt)}"
+        )
+    give_up = d.deps.clock.now() + d.settings.landing_s
+    while True:
+        landed = await d.link.received(ticket.key)
+        if [(c.name, c.num_bytes) for c in landed] == [(c.name, c.num_bytes) for c in record.components]:
+            break
+        if d.deps.clock.now() >= give_up:
+            raise TransferTimeout(f"landed {[(c.name, c.num_bytes) for c in landed]}, sent {record.components}")
+        await d.deps.clock.sleep(0.005)
+    for ours, theirs in zip(landed, record.components, strict=True):
+        if ours.digest != theirs.digest:
+            raise Corrupt(f"component {ours.name!r}: the bytes that arrived are not the bytes that were sent")
+
+
+def _take_over(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> None:
+    """Commits (this starts the group and answers P) and passes token 0 on, whether or not P's own message got there."""
+    now = d.deps.clock.now()
+    ticket.timings = ticket.timings.model_copy(
+        update={
+            "queue_s": record.timings.queue_s,
+            "prefill_s": record.timings.prefill_s,
+            "transfer_s": record.timings.transfer_s,
+            "commit_s": 0.0 if ticket.filling_at is None else now - ticket.filling_at,
+            "bytes": tuple((c.name, c.num_bytes) for c in record.components),
+            "wire_format": record.wire_format,
+            "backend": record.timings.backend,
+        }
+    )
+    for first in record.first:
+        ticket.log(TokenOut(ticket.key, first.choice, 0, first.token, first.logprob, first.finish))
+    if ticket.all_done.is_set():  # the handoff tokens ended it: nothing to start, P may let go
+        ticket.commit_answer.set_result(CommitReply(status=CommitStatus.COMMITTED))
+    else:
+        ticket.apply(machine.CommitMatched(ticket.key.generation))
+    d.outbox.send_from(ticket, index=0)
+
+
+def _refusal(reply: DestinationReply) -> BatonError:
+    return error_from_code(reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket")
+
+
+def _ended_at_first(record: Commit) -> bool:
+    return all(first.finish is not None for first in record.first)
+
+
+async def _release(d: DecodeFlow, ticket: LiveTicket) -> None:
+    """Quarantine: first no writer may be left, then no step; only then are the pages free."""
+    stopped = Cause("peer_lost", "the decode worker is shutting down", by="decode")
+    ticket.apply(machine.Ended(ticket.key.generation, stopped))  # changes nothing where the end is known already
+    if ticket.order.prefill is not None:
+        await d.link.fence(ticket.key)
+    await d.engine.retire(ticket.key)
+    if not ticket.commit_answer.done():
+        cause = ticket.state.cause or Cause("dead_room")
+        status = CommitStatus.FAILED if cause.failed else CommitStatus.DEAD
+        ticket.commit_answer.set_result(CommitReply(status=status, code=cause.code, message=cause.message))
+    if not ticket.record.done():
+        ticket.record.cancel()
+    ticket.apply(machine.Quiesced(ticket.key.generation))
+    d.deps.changed()
+
+
+async def _tell(d: DecodeFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
+    """Tells the other leg, or the gateway, that the ticket ended and why."""
+    message = Fail(
+        room=ticket.key.room,
+        generation=ticket.key.generation,
+        sender=d.deps.peer,
+        code=cause.code,
+        message=cause.message,
+    )
+    try:
+        deadline = d.deps.clock.now() + d.settings.tell_s
+        where = subjects.subject(role, peer, subjects.FAIL)
+        await ask(d.deps.bus, d.deps.clock, where, message, Verdict, deadline=deadline)
+    except (PeerLost, DeadlineExceeded, ProtocolError):
+        d.deps.counters.add("fail_notices_unheard")

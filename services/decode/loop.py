@@ -1,0 +1,79 @@
+"""From the engine's steps to the gateways: each step's tokens leave as one message per gateway.
+
+A ticket's tokens are kept until its tombstone goes, so a message that NATS loses costs a replay and nothing else.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from services.decode.ticket import LiveTicket
+from shared.bus.base import BusError
+from shared.engine.api import StepOutput
+from shared.machines import decode as machine
+from shared.machines.stepping import Cause
+from shared.protocol import subjects
+from shared.protocol.messages import TicketTimings, TokenEntry, Tokens, encode
+from shared.runtime.deps import Deps
+from shared.transfer.link import TicketKey
+
+
+class TokenOutbox:
+    """The engine's listener. One task sends; what arrives while a message is on its way leaves together in the next."""
+
+    def __init__(self, deps: Deps, find: Callable[[TicketKey], LiveTicket | None]) -> None:
+        self._deps = deps
+        self._find = find
+        self._pending: dict[str, dict[tuple[int, int], TokenEntry]] = {}
+        self._timings: dict[str, dict[int, TicketTimings]] = {}
+        self._wake = asyncio.Event()
+
+    def on_step(self, output: StepOutput) -> None:
+        """Logs the step's tokens with their tickets and queues them. A token of a ticket that ended is dropped."""
+        for out in output.tokens:
+            ticket = self._find(out.key)
+            if ticket is None or not ticket.log(out):
+                self._deps.counters.add("tokens_dropped")
+                continue
+            self.send_from(ticket, out.index, out.choice)
+        for failure in output.failed:
+            if (ticket := self._find(failure.key)) is not None:
+                cause = Cause(failure.code, failure.message, by="decode")
+                ticket.apply(machine.Ended(failure.key.generation, cause))
+        for key in output.preempted:
+            if (ticket := self._find(key)) is not None:
+                ticket.apply(machine.Preempted(key.generation))
+        for key in output.resumed:
+            if (ticket := self._find(key)) is not None:
+                ticket.apply(machine.Resumed(key.generation))
+
+    def send_from(self, ticket: LiveTicket, index: int, choice: int | None = None) -> None:
+        """Queues choice `choice` (all of them: None) from token `index` on for the ticket's gateway."""
+        gateway = ticket.order.gateway
+        pending = self._pending.setdefault(gateway, {})
+        for number in range(len(ticket.choices)) if choice is None else (choice,):
+            earlier = pending.get((ticket.key.room, number))
+            start = index if earlier is None else min(index, earlier.index)
+            pending[ticket.key.room, number] = ticket.entry(number, start)
+        if index == 0:
+            self._timings.setdefault(gateway, {})[ticket.key.room] = ticket.timings
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Sends for ever; the service owns this task."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            pending, self._pending = self._pending, {}
+            timings, self._timings = self._timings, {}
+            for gateway, entries in pending.items():
+                await self._send(gateway, tuple(entries.values()), tuple(timings.get(gateway, {}).items()))
+
+    async def _send(
+        self, gateway: str, entries: tuple[TokenEntry, ...], timings: tuple[tuple[int, TicketTimings], ...]
+    ) -> None:
+        message = Tokens(sender=self._deps.peer, entries=entries, timings=timings)
+        try:
+            await self._deps.bus.publish(subjects.subject("gateway", gateway, subjects.TOKENS), encode(message))
+        except BusError:
+            # The gateway notices the gap or the silence and asks for a replay.
+            self._deps.counters.add("token_messages_unsent")

@@ -1,0 +1,18 @@
+"""A decode worker: takes prompts over from prefill workers, or computes them itself, and generates."""
+
+from services.decode.desk import DecodeDesk
+from shared.engine.api import Engine, StepOutput
+from shared.runtime.deps import Deps
+from shared.transfer.link import Link
+from shared.worker.service import Desk, WorkerService
+
+
+class DecodeService(WorkerService):
+    role = "decode"
+
+    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> Desk:
+        return DecodeDesk(deps, engine, link)
+
+    def on_step(self, output: StepOutput) -> None:
+        if isinstance(self.desk, DecodeDesk):
+            self.desk.outbox.on_step(output)

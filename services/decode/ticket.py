@@ -1,0 +1,121 @@
+"""One live ticket on D: its machine, what it waits for, and every token it has produced."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.engine.api import TokenOut
+from shared.machines import decode as machine
+from shared.machines.stepping import Event, Outcome
+from shared.protocol.messages import (
+    Commit,
+    CommitReply,
+    FinishReason,
+    FirstToken,
+    Reserve,
+    TicketTimings,
+    TokenEntry,
+    TokenLogprob,
+)
+from shared.runtime.clock import Clock
+from shared.runtime.counters import Counters
+from shared.runtime.scope import EndScope
+from shared.transfer.link import TicketKey
+
+
+@dataclass(slots=True)
+class ChoiceLog:
+    """The tokens of one choice from index 0 on; kept until the ticket's tombstone goes, for replays."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stopped: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.stopped
+
+
+class LiveTicket:
+    """Belongs to the desk's table from the verdict until its pages are free.
+
+    Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
+    """
+
+    def __init__(self, order: Reserve, clock: Clock, counters: Counters, secret: bytes) -> None:
+        self.order = order
+        self.key = TicketKey(order.room, order.generation)
+        self.secret = secret
+        self.state = machine.DecodeTicket(order.room, order.generation, remote=order.prefill is not None)
+        self.scope = EndScope()
+        self.record: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
+        self.commit_answer: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
+        self.all_done = asyncio.Event()
+        self.choices = [ChoiceLog() for _ in range(order.sampling.n)]
+        self.perform: Callable[[Any], None] = lambda effect: None
+        self.deadline = clock.now() + order.remaining_s
+        self.granted_at = clock.now()
+        self.filling_at: float | None = None
+        self.timings = TicketTimings()
+        self._clock = clock
+        self._counters = counters
+
+    def apply(self, event: Event) -> None:
+        """Steps the machine. A stale or late event is counted and changes nothing."""
+        step = machine.step(self.state, event)
+        if step.outcome is not Outcome.APPLIED:
+            self._counters.add(f"events_{step.outcome.value}")
+            return
+        self.state = step.ticket
+        for effect in step.effects:
+            self.perform(effect)
+
+    def first_bytes(self, _key: TicketKey) -> None:
+        self.filling_at = self._clock.now()
+        self.apply(machine.FirstBytes(self.key.generation))
+
+    def log(self, out: TokenOut) -> bool:
+        """Adds a token to its choice; False where it is not the next one (it is then dropped)."""
+        choice = self.choices[out.choice]
+        if out.index != len(choice.tokens) or choice.done:
+            return False
+        choice.tokens.append(out.token)
+        if out.logprob is not None:
+            choice.logprobs.append(out.logprob)
+        choice.finish = out.finish
+        self._settle()
+        return True
+
+    def stop_choice(self, choice: int) -> bool:
+        """The gateway ended a choice. True where that was news."""
+        if choice >= len(self.choices) or self.choices[choice].done:
+            return False
+        self.choices[choice].stopped = True
+        self._settle()
+        return True
+
+    def first_tokens(self) -> tuple[FirstToken, ...]:
+        """The record's handoff tokens for the engine; a choice that the gateway has stopped meanwhile is finished."""
+        return tuple(
+            first.model_copy(update={"finish": FinishReason.STOP}) if self.choices[first.choice].stopped else first
+            for first in self.record.result().first
+        )
+
+    def entry(self, choice: int, index: int) -> TokenEntry:
+        """Choice `choice` from token `index` on, as it goes to the gateway."""
+        log = self.choices[choice]
+        return TokenEntry(
+            room=self.key.room,
+            generation=self.key.generation,
+            choice=choice,
+            index=index,
+            tokens=tuple(log.tokens[index:]),
+            logprobs=tuple(log.logprobs[index:]),
+            finish=log.finish,
+        )
+
+    def _settle(self) -> None:
+        if all(choice.done for choice in self.choices):
+            self.all_done.set()

@@ -1,0 +1,76 @@
+"""The two routes that generate."""
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from services.gateway.api.answer import Answer, Kitchen
+from services.gateway.api.body import read_chat, read_completion
+from services.gateway.api.choices import Choice
+from services.gateway.api.context import context_of
+from services.gateway.api.limits import HttpLimits
+from services.gateway.api.metrics import HttpMetrics
+from services.gateway.api.plan import Plan, Served, check_model, make_plan
+from services.gateway.api.prompts import PromptReader
+from services.gateway.api.render import Renderer
+from services.gateway.generation import Generator
+from shared.runtime.errors import QueueFull
+from shared.text.choice import ChoiceText
+from shared.text.tokenizer import TextModel
+
+
+class Completions:
+    """Bounds how many requests are in hand, from before their bodies are read."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        text: TextModel,
+        model_names: tuple[str, ...],
+        max_model_len: int,
+        limits: HttpLimits,
+        metrics: HttpMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        self._text = text
+        self._served = Served(model_names, text.vocab_size, max_model_len, limits)
+        self._prompts = PromptReader(text, max_model_len, limits)
+        self._kitchen = Kitchen(generator, metrics, limits.write_timeout_s)
+        self._now = now
+        self._active = 0
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._admitted(request, self._plan_chat)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._admitted(request, self._plan_completion)
+
+    async def _admitted(
+        self, request: web.Request, plan: Callable[[web.Request], Awaitable[Plan]]
+    ) -> web.StreamResponse:
+        if self._active >= self._served.limits.max_active:
+            raise QueueFull(f"{self._active} requests are in hand", retry_after_s=1.0)
+        self._active += 1
+        try:
+            return await self._answer(request, await plan(request))
+        finally:
+            self._active -= 1
+
+    async def _plan_chat(self, request: web.Request) -> Plan:
+        body = await read_chat(request, self._served.limits.read_timeout_s)
+        check_model(body, self._served)
+        return make_plan(body, await self._prompts.chat(body), self._served, context_of(request).request_id)
+
+    async def _plan_completion(self, request: web.Request) -> Plan:
+        body = await read_completion(request, self._served.limits.read_timeout_s)
+        check_model(body, self._served)
+        return make_plan(body, await self._prompts.completion(body), self._served, context_of(request).request_id)
+
+    async def _answer(self, request: web.Request, plan: Plan) -> web.StreamResponse:
+        choices = [
+            Choice(position * plan.n + number, one.prompt, ChoiceText(self._text, plan.stops), echo)
+            for position, (one, echo) in enumerate(zip(plan.requests, plan.echoes, strict=True))
+            for number in range(plan.n)
+        ]
+        renderer = Renderer(plan, int(self._now()), self._text.token_bytes)
+        return await Answer(plan, choices, renderer, context_of(request), self._kitchen).send(request)

@@ -1,0 +1,61 @@
+"""The seam between the HTTP surface and the request's way through the cluster (`flow.py`).
+
+The HTTP side builds a `GenerationRequest`, iterates over a `Generation` and renders text; it never sees a ticket.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from shared.protocol.messages import FinishReason, SamplingSpec, TokenLogprob
+
+PathPolicy = Literal["auto", "remote", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and its n choices. sampling.seed is set by the gateway where the client gave none."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingSpec
+    path: PathPolicy = "auto"
+    strict: bool = False
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """The next token of a choice, each index exactly once and in order. finish is set on the choice's last token."""
+
+    choice: int
+    index: int
+    token: int
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+
+
+class Generation(Protocol):
+    """A request on its way. Iterating yields *batches*: the events that arrived together, at least one. The iteration
+    ends when every choice has finished or was stopped, and raises a BatonError where the request failed."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[TokenEvent, ...]]: ...
+
+    @property
+    def path(self) -> str:
+        """`remote`, `local`, or `pending` before the first token."""
+
+    def timings(self) -> dict[str, object]:
+        """The body of `baton.timings`: seconds and bytes, complete when the iteration has ended."""
+
+    def stop_choice(self, choice: int) -> None:
+        """The text side ended this choice (a stop string); nothing more of it is delivered."""
+
+    async def aclose(self) -> None:
+        """Ends the request everywhere, whatever its state; idempotent. The client left, or all was delivered."""
+
+
+class Generator(Protocol):
+    """Starts generations. Raises nothing: failures come out of the iteration."""
+
+    def generate(self, request: GenerationRequest) -> Generation: ...

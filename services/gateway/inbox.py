@@ -1,0 +1,113 @@
+"""Tokens and failures that come in for this gateway's requests: each token index once, in order, whoever sent it.
+
+Both P and D send token 0, D's later messages overlap after a replay, and NATS may lose, repeat or reorder any of them;
+what passes here is the next expected index and nothing else.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from services.gateway.generation import TokenEvent
+from shared.machines.stepping import Cause
+from shared.protocol.messages import Fail, TicketTimings, TokenEntry, Tokens, Verdict
+from shared.runtime.counters import Counters
+
+
+@dataclass(slots=True)
+class Letterbox:
+    """What arrived for one attempt and was not taken yet. expected: the next index of each choice. gap: a choice has a
+    hole that only a replay can fill. failure: the first cause a leg reported."""
+
+    generation: int
+    expected: list[int]
+    finished: list[bool]
+    events: list[TokenEvent] = field(default_factory=list)
+    gap: bool = False
+    failure: Cause | None = None
+    timings: TicketTimings | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, entry: TokenEntry) -> int:
+        """Takes the tokens that are next; returns how many were. A hole is noted, what was known already is skipped."""
+        if entry.choice >= len(self.expected) or self.finished[entry.choice]:
+            return 0
+        expected = self.expected[entry.choice]
+        if entry.index > expected:
+            self.gap = True
+            self.wake.set()
+            return 0
+        taken = 0
+        for offset in range(expected - entry.index, len(entry.tokens)):
+            is_last = offset == len(entry.tokens) - 1
+            self.events.append(
+                TokenEvent(
+                    choice=entry.choice,
+                    index=entry.index + offset,
+                    token=entry.tokens[offset],
+                    logprob=entry.logprobs[offset] if offset < len(entry.logprobs) else None,
+                    finish=entry.finish if is_last else None,
+                )
+            )
+            taken += 1
+        self.expected[entry.choice] = expected + taken
+        if taken and entry.finish is not None:
+            self.finished[entry.choice] = True
+        if taken:
+            self.wake.set()
+        return taken
+
+    async def arrived(self) -> None:
+        """Until there is a token, or a failure."""
+        while not self.events and self.failure is None:
+            self.wake.clear()
+            await self.wake.wait()
+
+    def fail(self, cause: Cause) -> None:
+        """Keeps the first cause."""
+        if self.failure is None:
+            self.failure = cause
+            self.wake.set()
+
+
+class Inbox:
+    """room -> letterbox. What comes for a room that is not open, or another generation, is counted."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._boxes: dict[int, Letterbox] = {}
+        self._counters = counters
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def open(self, room: int, generation: int, num_choices: int) -> Letterbox:
+        box = Letterbox(generation, [0] * num_choices, [False] * num_choices)
+        self._boxes[room] = box
+        return box
+
+    def close(self, room: int) -> None:
+        self._boxes.pop(room, None)
+
+    async def on_tokens(self, message: Tokens) -> Verdict:
+        for entry in message.entries:
+            box = self._box(entry.room, entry.generation)
+            if box is None:
+                self._counters.add("late_tokens")
+            elif box.deliver(entry) < len(entry.tokens):
+                self._counters.add("repeated_tokens")
+        for room, timings in message.timings:
+            box = self._boxes.get(room)
+            if box is not None:
+                box.timings = timings
+        return Verdict(ok=True)
+
+    async def on_fail(self, notice: Fail) -> Verdict:
+        box = self._box(notice.room, notice.generation)
+        if box is None:
+            self._counters.add("late_fail")
+        else:
+            box.fail(Cause(notice.code, notice.message, by=notice.sender))
+        return Verdict(ok=True)
+
+    def _box(self, room: int, generation: int) -> Letterbox | None:
+        box = self._boxes.get(room)
+        return box if box is not None and box.generation == generation else None

@@ -1,0 +1,113 @@
+"""The gateway process: the registry of workers, the inbox of tokens, and the HTTP surface in front of the flow."""
+
+import asyncio
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from services.gateway.admission import RoomQueue
+from services.gateway.api.limits import HttpLimits
+from services.gateway.app import GatewayDeps, create_app, create_runner
+from services.gateway.flow import GatewayFlow
+from services.gateway.inbox import Inbox
+from services.gateway.router import DefaultPolicy
+from services.gateway.workers import WorkerRegistry
+from shared.bus.listen import listen
+from shared.engine.weights.catalog import PreparedModel, prepare
+from shared.protocol import subjects
+from shared.protocol.messages import Fail, Tokens, WorkerReport
+from shared.runtime.errors import BatonError
+from shared.runtime.service import Service
+from shared.runtime.settings import GatewaySettings
+from shared.text.tokenizer import TextModel
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.25
+
+
+class GatewayService(Service):
+    role = "gateway"
+    serves_http = False
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        super().__init__(settings)
+        self.settings = settings
+        self.workers = WorkerRegistry(self.clock, self.counters, settings.worker_timeout_s)
+        self.inbox = Inbox(self.counters)
+        self.rooms = RoomQueue(
+            self.workers,
+            DefaultPolicy(),
+            self.clock,
+            max_queued=settings.max_queued,
+            queue_timeout_s=settings.queue_timeout_s,
+        )
+        self._model: PreparedModel | None = None
+        self._runner_http: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        settings = self.settings
+        self._model = await asyncio.to_thread(prepare, settings.model, settings.cache_dir)
+        text = await asyncio.to_thread(TextModel.load, self._model.directory)
+        await listen(self.bus, "gateway", self.peer, subjects.TOKENS, Tokens, self.inbox.on_tokens, self.counters)
+        await listen(self.bus, "gateway", self.peer, subjects.FAIL, Fail, self.inbox.on_fail, self.counters)
+        await self.workers.start(self.bus)
+        self.tasks.spawn_vital(self._sweep(), "worker-sweep")
+        deps = GatewayDeps(
+            generator=GatewayFlow(self.deps(), self.workers, self.inbox, self.rooms),
+            text=text,
+            model_names=(self._model.name,),
+            max_model_len=self._model.config.max_model_len,
+            registry=self.registry,
+            health=self.unhealthy,
+            cluster=self.cluster,
+            limits=HttpLimits.from_settings(settings),
+        )
+        self._runner_http = create_runner(create_app(deps))
+        await self._runner_http.setup()
+        try:
+            await web.TCPSite(self._runner_http, settings.host, settings.port).start()
+        except OSError as error:
+            why = f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); set port, or 0 for a free one"
+            raise BatonError(why) from error
+        self.http_port = int(self._runner_http.addresses[0][1])
+        log.info("serving %s on http://%s:%d", self._model.name, settings.host, self.http_port)
+
+    async def stop(self) -> None:
+        if self._runner_http is not None:
+            await self._runner_http.cleanup()
+        await self.workers.stop()
+
+    def report(self) -> WorkerReport:
+        queues = {"waiting": self.rooms.num_waiting, "active": len(self.inbox)}
+        return (
+            super().report().model_copy(update={"model": self._model.name if self._model else None, "queues": queues})
+        )
+
+    def unhealthy(self) -> str | None:
+        if self.state != "ready":
+            return f"the gateway is {self.state}"
+        if not self.bus.connected:
+            return "nats-server is not connected"
+        if not self.workers.ready("decode"):
+            return "no decode worker is ready"
+        return None
+
+    def cluster(self) -> dict[str, Any]:
+        """The body of GET /cluster: every process's newest report, and how old it is."""
+        now = self.clock.now()
+        return {
+            "workers": [
+                worker.report.model_dump(mode="json") | {"age_s": round(now - worker.seen_at, 3)}
+                for worker in self.workers.all()
+            ]
+        }
+
+    async def _sweep(self) -> None:
+        while True:
+            await self.clock.sleep(_SWEEP_S)
+            if self.bus.connected:
+                self.workers.sweep()
+            else:
+                self.workers.touch_all()

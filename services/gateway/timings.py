@@ -1,0 +1,70 @@
+"""When what happened to a request: the body of `baton.timings`."""
+
+from collections.abc import Sequence
+
+from services.gateway.generation import TokenEvent
+from shared.protocol.messages import TicketTimings
+from shared.runtime.clock import Clock
+
+
+class Stopwatch:
+    """All times are seconds. `queue_s` is the gateway's queue, `prefill_queue_s` P's; `handoff_gap_s` is from the first
+    token to the second as the gateway saw them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begun_at = clock.now()
+        self._queue_s = 0.0
+        self._reserve_s = 0.0
+        self._routed_at = self._begun_at
+        self._first_at: float | None = None
+        self._second_at: float | None = None
+        self._last_at: dict[int, float] = {}
+        self._largest_gap_s = 0.0
+        self._num_tokens = 0
+        self._ticket: TicketTimings | None = None
+
+    def routed(self) -> None:
+        self._routed_at = self._clock.now()
+        self._queue_s = self._routed_at - self._begun_at
+
+    def granted(self) -> None:
+        self._reserve_s = self._clock.now() - self._routed_at
+
+    def ticket(self, timings: TicketTimings) -> None:
+        self._ticket = timings
+
+    def tokens(self, batch: Sequence[TokenEvent]) -> None:
+        now = self._clock.now()
+        for event in batch:
+            self._num_tokens += 1
+            if self._first_at is None:
+                self._first_at = now
+            elif self._second_at is None and event.index == 1:
+                self._second_at = now
+            if event.choice in self._last_at:
+                self._largest_gap_s = max(self._largest_gap_s, now - self._last_at[event.choice])
+            self._last_at[event.choice] = now
+
+    def as_dict(self) -> dict[str, object]:
+        ticket = self._ticket or TicketTimings()
+        first = None if self._first_at is None else self._first_at - self._begun_at
+        second = None if self._second_at is None else self._second_at - self._begun_at
+        return {
+            "queue_s": self._queue_s,
+            "reserve_s": self._reserve_s,
+            "prefill_queue_s": ticket.queue_s,
+            "prefill_s": ticket.prefill_s,
+            "transfer_s": ticket.transfer_s,
+            "commit_s": ticket.commit_s,
+            "first_token_s": first,
+            "second_token_s": second,
+            "handoff_gap_s": None if first is None or second is None else second - first,
+            "largest_gap_s": self._largest_gap_s,
+            "total_s": self._clock.now() - self._begun_at,
+            "num_tokens": self._num_tokens,
+            "bytes": dict(ticket.bytes),
+            "wire_format": ticket.wire_format,
+            "backend": ticket.backend,
+            "recoveries": 0,
+        }

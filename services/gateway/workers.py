@@ -1,0 +1,142 @@
+"""What the gateway knows of the workers: their last reports, and what it has asked of them since.
+
+A report that arrives after a worker's yes already counts what was granted, because bus and worker keep the order of one
+publisher; until then the grant stands in the gateway's own ledger.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from shared.bus.base import Bus, Message, Subscription
+from shared.protocol import subjects
+from shared.protocol.messages import MalformedMessage, WorkerReport, decode
+from shared.runtime.clock import Clock
+from shared.runtime.counters import Counters
+
+
+@dataclass(slots=True)
+class Worker:
+    """report: the newest one. seen_at: when it came. pending: pages asked for, by room, that no report counts yet."""
+
+    report: WorkerReport
+    seen_at: float
+    pending: dict[int, int] = field(default_factory=dict)
+    granted: set[int] = field(default_factory=set)
+
+    @property
+    def peer(self) -> str:
+        return self.report.peer
+
+    @property
+    def free_pages(self) -> int:
+        pages = self.report.pages
+        return 0 if pages is None else max(0, pages.free - sum(self.pending.values()))
+
+    @property
+    def free_slots(self) -> int:
+        slots = self.report.slots
+        return 1 if slots is None else max(0, slots.free - len(self.pending))
+
+    def pages_for(self, num_tokens: int) -> int:
+        page_tokens = self.report.geometry.page_tokens if self.report.geometry is not None else 1
+        return -(-num_tokens // page_tokens)
+
+
+class WorkerRegistry:
+    """Live processes by peer name. `wait_changed` wakes whoever waits for capacity."""
+
+    def __init__(self, clock: Clock, counters: Counters, worker_timeout_s: float) -> None:
+        self._clock = clock
+        self._counters = counters
+        self._timeout_s = worker_timeout_s
+        self._workers: dict[str, Worker] = {}
+        self._changed = asyncio.Event()
+        self._subscription: Subscription | None = None
+
+    async def start(self, bus: Bus) -> None:
+        self._subscription = await bus.subscribe(subjects.all_heartbeats(), self._on_heartbeat)
+        await bus.publish(subjects.hello(), b"")
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    async def _on_heartbeat(self, message: Message) -> None:
+        try:
+            self.observe(decode(WorkerReport, message.data))
+        except MalformedMessage:
+            self._counters.add("malformed_heartbeat")
+
+    def observe(self, report: WorkerReport) -> None:
+        """Takes a report in. An older one than the newest changes nothing; a new boot id buries the earlier process."""
+        known = self._workers.get(report.peer)
+        if known is None:
+            for peer in [
+                p for p, w in self._workers.items() if w.report.role == report.role and w.report.id == report.id
+            ]:
+                del self._workers[peer]
+            self._workers[report.peer] = Worker(report, self._clock.now())
+        elif report.sequence > known.report.sequence:
+            known.report = report
+            known.seen_at = self._clock.now()
+            for room in known.granted:
+                known.pending.pop(room, None)
+            known.granted.clear()
+        self._wake()
+
+    def sweep(self) -> None:
+        """Forgets what has been silent for too long. Driven by a timer, not by traffic."""
+        oldest = self._clock.now() - self._timeout_s
+        lost = [peer for peer, worker in self._workers.items() if worker.seen_at < oldest]
+        for peer in lost:
+            del self._workers[peer]
+            self._counters.add("workers_lost")
+        if lost:
+            self._wake()
+
+    def touch_all(self) -> None:
+        """The bus was away: nobody could be heard, so nobody is to blame."""
+        for worker in self._workers.values():
+            worker.seen_at = self._clock.now()
+
+    def drop(self, peer: str) -> None:
+        """The bus says that nobody listens there."""
+        if self._workers.pop(peer, None) is not None:
+            self._counters.add("workers_lost")
+            self._wake()
+
+    def ready(self, role: str) -> list[Worker]:
+        return [w for w in self._workers.values() if w.report.role == role and w.report.state == "ready"]
+
+    def all(self) -> list[Worker]:
+        return sorted(self._workers.values(), key=lambda w: (w.report.role, w.report.id))
+
+    def is_alive(self, peer: str) -> bool:
+        return peer in self._workers
+
+    def charge(self, peer: str, room: int, pages: int) -> None:
+        """The gateway is about to ask `peer` for pages."""
+        if (worker := self._workers.get(peer)) is not None:
+            worker.pending[room] = pages
+
+    def settle(self, peer: str, room: int, *, granted: bool) -> None:
+        """The worker answered: a yes is counted by its next report, a no never was."""
+        if (worker := self._workers.get(peer)) is None:
+            return
+        if granted:
+            worker.granted.add(room)
+        else:
+            worker.pending.pop(room, None)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Until something changed or the time is over."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,143 @@
+"""Which processes a local cluster consists of, and with which settings: decided, and checked, before any is started."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.launcher.errors import LaunchError
+from shared.runtime.settings import PREFIX, ROLES, ConfigError, WorkerSettings, load_settings
+
+WORKER_ROLES = ("prefill", "decode")
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+Command = Callable[[str], tuple[str, ...]]
+"""role -> the command that runs one process of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What was asked of `baton up`. sets: `role.field=value`, `name.field=value` or `common.field=value`."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    port: int | None = None
+    model: str | None = None
+    device: str | None = None
+    state_dir: Path | None = None
+    restart: bool = True
+    sets: tuple[str, ...] = ()
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process: env holds its own settings, on top of the launcher's environment."""
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    stop_timeout_s: float = 15.0
+
+
+def python_module(role: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", f"services.{role}")
+
+
+def process_names(options: UpOptions) -> list[tuple[str, str]]:
+    """(name, role) of every process, in the order of their start."""
+    workers = [(f"prefill-{k}", "prefill") for k in range(options.num_prefill)]
+    workers += [(f"decode-{k}", "decode") for k in range(options.num_decode)]
+    return [("kvstore", "kvstore"), *workers, ("gateway", "gateway")]
+
+
+def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
+    """process name (and `sidecar`) -> field -> value, out of the flags alone. LaunchError for what fits nowhere."""
+    names = process_names(options)
+    targets = {name: role for name, role in names} | {"sidecar": "sidecar"}
+    chosen: dict[str, dict[str, str]] = {name: {} for name in targets}
+    flags = {"model": options.model, "device": options.device, "log_level": "debug" if options.verbose else None}
+    for name, role in targets.items():
+        chosen[name].update({k: v for k, v in flags.items() if v is not None and k in ROLES[role].model_fields})
+    if options.port is not None:
+        chosen["gateway"]["port"] = str(options.port)
+    for text in options.sets:
+        where, field_name, value = _parse_set(text)
+        hit = [name for name, role in targets.items() if where in (name, role, "common")]
+        hit = [name for name in hit if where != "common" or field_name in ROLES[targets[name]].model_fields]
+        if not hit:
+            known = ", ".join(dict.fromkeys(["common", *targets.values(), *targets]))
+            raise LaunchError(f"--set {text}: no {where!r} here, or none that has {field_name!r}; there are {known}")
+        for name in hit:
+            chosen[name][field_name] = value
+    return chosen
+
+
+def plan_processes(
+    options: UpOptions,
+    chosen: Mapping[str, Mapping[str, str]],
+    given: Mapping[str, str],
+    command: Command = python_module,
+) -> list[ProcessSpec]:
+    """Every process with all of its settings. given: what the launcher decides for all (nats_url, directories …).
+
+    Raises LaunchError where a process would refuse its settings, so that nothing is started in vain.
+    """
+    shares = dict(zip(_worker_names(options), share_cores(host_cores(), len(_worker_names(options))), strict=True))
+    specs = []
+    for name, role in process_names(options):
+        values = _fitting(role, given) | dict(chosen[name]) | {"name": name}
+        try:
+            settings = load_settings(ROLES[role], values)
+            if isinstance(settings, WorkerSettings) and settings.threads is None:
+                values["threads"] = str(shares[name])
+            env = _variables(role, values)
+            if role in WORKER_ROLES:
+                sidecar = _fitting("sidecar", given) | dict(chosen["sidecar"])
+                load_settings(ROLES["sidecar"], sidecar)
+                env |= _variables("sidecar", sidecar)
+        except ConfigError as error:
+            raise LaunchError(str(error)) from error
+        specs.append(ProcessSpec(name, role, command(role), env, settings.shutdown_timeout_s + 5.0))
+    return specs
+
+
+def host_cores() -> int:
+    """Cores this process may use: its affinity, and its container's share where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CGROUP_CPU_MAX.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here, so no such limit
+    return cores
+
+
+def share_cores(cores: int, workers: int) -> list[int]:
+    """Threads of each worker: all cores shared out, at least one each, the rest to the first."""
+    if workers == 0:
+        return []
+    return [max(1, cores // workers + (1 if k < cores % workers else 0)) for k in range(workers)]
+
+
+def _worker_names(options: UpOptions) -> list[str]:
+    return [name for name, role in process_names(options) if role in WORKER_ROLES]
+
+
+def _fitting(role: str, values: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in values.items() if key in ROLES[role].model_fields}
+
+
+def _variables(role: str, values: Mapping[str, str]) -> dict[str, str]:
+    return {f"{PREFIX}{role}_{key}".upper(): value for key, value in values.items()}
+
+
+def _parse_set(text: str) -> tuple[str, str, str]:
+    where, dot, rest = text.partition(".")
+    field_name, equals, value = rest.partition("=")
+    if not (where and dot and field_name and equals):
+        raise LaunchError(f"--set {text}: write role.field=value, as in --set decode.num_pages=2048")
+    return where, field_name.replace("-", "_"), value

@@ -1,0 +1,206 @@
+"""A request's way through P, from the accepted prompt to free pages: one coroutine a ticket, in protocol order.
+
+The desk (`desk.py`) has already taken the pages and said yes to the gateway; messages that arrive for the ticket become
+events of its machine there, or complete what this coroutine waits for.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from services.prefill.ticket import LiveTicket
+from shared.bus.ask import ask
+from shared.engine.api import ChunkDone, Engine
+from shared.machines import prefill as machine
+from shared.machines.stepping import Cause
+from shared.protocol import subjects
+from shared.protocol.messages import (
+    Commit,
+    CommitReply,
+    CommitStatus,
+    ComponentDigest,
+    Destination,
+    Fail,
+    FirstToken,
+    PrefillTimings,
+    TokenEntry,
+    Tokens,
+    Verdict,
+)
+from shared.runtime.deps import Deps
+from shared.runtime.errors import BatonError, DeadlineExceeded, EngineError, PeerLost, ProtocolError
+from shared.transfer.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFlowSettings:
+    """commit_s: how long the commit record is repeated at most, within the request's deadline. tell_s: how long a peer
+    is told of a failure, and the gateway of token 0."""
+
+    commit_s: float = 30.0
+    tell_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFlow:
+    """What the coroutine works with."""
+
+    deps: Deps
+    engine: Engine
+    link: Link
+    settings: PrefillFlowSettings
+
+
+async def serve_ticket(p: PrefillFlow, ticket: LiveTicket) -> None:
+    """Runs an accepted prompt to its end. Returns when its pages are free."""
+    try:
+        with ticket.scope:
+            ticket.scope.check()
+            accepted_at = p.deps.clock.now()
+            destination = await _await_destination(p, ticket)
+            begun_at = p.deps.clock.now()
+            first, computed_at = await _compute_and_send(p, ticket, destination)
+            now = p.deps.clock.now()
+            timings = PrefillTimings(
+                queue_s=begun_at - accepted_at,
+                prefill_s=computed_at - begun_at,
+                transfer_s=now - computed_at,
+                backend=p.link.actual_backend(ticket.key),
+            )
+            record = await _commit_record(p, ticket, first, timings)
+            ticket.apply(machine.AllSent(ticket.key.generation))
+            await _repeat_commit(p, ticket, record)
+            ticket.apply(machine.CommitAnswered(ticket.key.generation))
+    except BatonError as error:
+        ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="prefill")))
+    except Exception as error:
+        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", repr(error), by="prefill")))
+        raise
+    finally:
+        await _release(p, ticket)
+
+
+def perform(p: PrefillFlow, ticket: LiveTicket, effect: object) -> None:
+    """Carries out one effect of the ticket's machine. Computing and committing are the coroutine's own next lines."""
+    match effect:
+        case machine.Unpin():
+            ticket.scope.end()
+        case machine.TellDecode(cause=cause):
+            p.deps.spawn(_tell(p, ticket, "decode", ticket.order.decode, cause), f"tell-decode-{ticket.key.room}")
+        case machine.TellGateway(cause=cause):
+            p.deps.spawn(_tell(p, ticket, "gateway", ticket.order.gateway, cause), f"tell-gateway-{ticket.key.room}")
+
+
+async def _await_destination(p: PrefillFlow, ticket: LiveTicket) -> Destination:
+    """Nothing is computed before D has said where the state goes, so no prefill is wasted."""
+    left = ticket.deadline - p.deps.clock.now()
+    await asyncio.wait({ticket.destination}, timeout=max(0.0, left))
+    if not ticket.destination.done():
+        raise DeadlineExceeded("the decode worker did not send its destination before the request's deadline")
+    return ticket.destination.result()
+
+
+async def _compute_and_send(
+    p: PrefillFlow, ticket: LiveTicket, destination: Destination
+) -> tuple[tuple[FirstToken, ...], float]:
+    """Prefills in chunks; while a chunk's pages travel the engine computes the next one. Returns the handoff tokens and
+    when they were there. If the first token ends the request, what is not sent yet is not sent."""
+    one_token = ticket.order.sampling.max_tokens == 1
+    last: tuple[tuple[FirstToken, ...], float] | None = None
+    async for chunk in p.engine.prefill(ticket.key):
+        if chunk.last:
+            last = chunk.first, p.deps.clock.now()
+            p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
+        if chunk.pieces and not one_token and not _all_finished(chunk):
+            await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
+    if last is None:
+        raise EngineError("the engine ended a prompt without a first token")
+    return last
+
+
+async def _send_first(p: PrefillFlow, ticket: LiveTicket, chunk: ChunkDone) -> None:
+    """Token 0 of every choice straight to the gateway, until it says that it has it (D passes it on as well)."""
+    entries = tuple(
+        TokenEntry(
+            room=ticket.key.room,
+            generation=ticket.key.generation,
+            choice=first.choice,
+            index=0,
+            tokens=(first.token,),
+            logprobs=() if first.logprob is None else (first.logprob,),
+            finish=first.finish,
+        )
+        for first in chunk.first
+    )
+    where = subjects.subject("gateway", ticket.order.gateway, subjects.TOKENS)
+    message = Tokens(sender=p.deps.peer, entries=entries)
+    try:
+        deadline = p.deps.clock.now() + p.settings.tell_s
+        await ask(p.deps.bus, p.deps.clock, where, message, Verdict, deadline=deadline)
+    except (PeerLost, DeadlineExceeded, ProtocolError):
+        p.deps.counters.add("first_tokens_unheard")
+
+
+async def _commit_record(
+    p: PrefillFlow, ticket: LiveTicket, first: tuple[FirstToken, ...], timings: PrefillTimings
+) -> Commit:
+    """What D needs to take over: N, token 0 of each choice, and what was sent, by component."""
+    receipt = await p.link.sent(ticket.key)
+    return Commit(
+        room=ticket.key.room,
+        generation=ticket.key.generation,
+        prefill=p.deps.peer,
+        prompt_len=len(ticket.order.prompt),
+        first=first,
+        components=tuple(ComponentDigest(name=c.name, num_bytes=c.num_bytes, digest=c.digest) for c in receipt),
+        timings=timings,
+    )
+
+
+async def _repeat_commit(p: PrefillFlow, ticket: LiveTicket, record: Commit) -> None:
+    """Repeats the record until D has decided. The pages stay pinned until then."""
+    where = subjects.subject("decode", ticket.order.decode, subjects.COMMIT)
+    deadline = min(ticket.deadline, p.deps.clock.now() + p.settings.commit_s)
+    while True:
+        reply = await ask(p.deps.bus, p.deps.clock, where, record, CommitReply, deadline=deadline)
+        match reply.status:
+            case CommitStatus.COMMITTED:
+                return
+            case CommitStatus.DEAD | CommitStatus.FAILED:
+                cause = Cause(reply.code or "dead_room", reply.message, by="decode")
+                ticket.apply(machine.Ended(ticket.key.generation, cause))
+                ticket.scope.check()
+            case CommitStatus.PENDING:
+                continue
+
+
+def _all_finished(chunk: ChunkDone) -> bool:
+    return chunk.last and all(first.finish is not None for first in chunk.first)
+
+
+async def _release(p: PrefillFlow, ticket: LiveTicket) -> None:
+    """Quarantine: first no reader may be left, then no step; only then are the pages free."""
+    stopped = Cause("peer_lost", "the prefill worker is shutting down", by="prefill")
+    ticket.apply(machine.Ended(ticket.key.generation, stopped))  # changes nothing where the end is known already
+    await p.link.forget(ticket.key)
+    await p.engine.retire(ticket.key)
+    if not ticket.destination.done():
+        ticket.destination.cancel()
+    ticket.apply(machine.Quiesced(ticket.key.generation))
+    p.deps.changed()
+
+
+async def _tell(p: PrefillFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
+    """Tells the other leg, or the gateway, that the ticket ended and why."""
+    message = Fail(
+        room=ticket.key.room,
+        generation=ticket.key.generation,
+        sender=p.deps.peer,
+        code=cause.code,
+        message=cause.message,
+    )
+    try:
+        deadline = p.deps.clock.now() + p.settings.tell_s
+        where = subjects.subject(role, peer, subjects.FAIL)
+        await ask(p.deps.bus, p.deps.clock, where, message, Verdict, deadline=deadline)
+    except (PeerLost, DeadlineExceeded, ProtocolError):
+        p.deps.counters.add("fail_notices_unheard")

@@ -1,0 +1,208 @@
+"""A sidecar: the door, the backends and the outbox of one worker, behind its control socket.
+
+It lives exactly as long as the control socket: its end, for whatever reason, ends the process. NATS is for reports
+only; without it bytes move all the same.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from services.sidecar.settings import SidecarProcessSettings
+from shared.protocol.messages import LinkAddress, WorkerReport
+from shared.runtime.errors import BatonError
+from shared.runtime.ids import new_boot_id
+from shared.runtime.tasks import TaskOwner
+from shared.transfer.backend import Backend
+from shared.transfer.control import (
+    POOL_BYTE,
+    Ask,
+    Attach,
+    ControlError,
+    Moving,
+    Open,
+    Ping,
+    Ready,
+    Reply,
+    Send,
+    digests_of,
+    frame,
+    from_worker,
+    read_frame,
+)
+from shared.transfer.door import Door
+from shared.transfer.link import TicketKey
+from shared.transfer.outbox import Outbox
+from shared.transfer.pool import Pool
+from shared.transfer.shm import ShmBackend
+from shared.transfer.tcp import TcpBackend
+
+_log = logging.getLogger(__name__)
+
+
+async def run(settings: SidecarProcessSettings) -> None:
+    """Serves the worker at the other end of `control_fd` until it closes."""
+    control = socket.socket(fileno=settings.control_fd)
+    control.setblocking(True)
+    first, fds, _, _ = socket.recv_fds(control, len(POOL_BYTE), 1)
+    if first != POOL_BYTE or not fds:
+        raise ControlError("the worker's first byte carries the pool")
+    reader, writer = await asyncio.open_unix_connection(sock=control)
+    body = await read_frame(reader)
+    attach = from_worker(body) if body is not None else None
+    if not isinstance(attach, Attach):
+        raise ControlError("the worker says first what its pool looks like")
+    sidecar = Sidecar(settings, fds[0], attach, writer)
+    try:
+        await sidecar.serve(reader)
+    finally:
+        await sidecar.close()
+        writer.close()
+
+
+class Sidecar:
+    """Owns the pool's descriptor."""
+
+    def __init__(
+        self, settings: SidecarProcessSettings, pool_fd: int, attach: Attach, writer: asyncio.StreamWriter
+    ) -> None:
+        self._settings, self._writer = settings, writer
+        self._loop = asyncio.get_running_loop()
+        self._boot_id, self._host = new_boot_id(), socket.gethostname()
+        self._pool_fd = pool_fd
+        pool = Pool.map(pool_fd, attach.layout, writable=True)
+        self._door = Door(attach.layout, self._on_first_bytes)
+        self._complete = threading.Event()
+        self._complete.set()
+        """A worker asks for a transfer only when its source is complete."""
+        self._socket, self._port = "", 0
+        settings.directory.mkdir(parents=True, exist_ok=True)
+        self._backends = self._start_backends(pool)
+        self.address = self._describe()
+        self._outbox = Outbox(attach.layout, self._backends, self._on_moving)
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Returns when the worker closed the control socket."""
+        async with TaskOwner() as tasks:
+            if self._settings.nats_url:
+                tasks.spawn(self._report(), "reports")
+            self._tell(Ready(address=self.address))
+            while (body := await read_frame(reader)) is not None:
+                message = from_worker(body)
+                if isinstance(message, Attach):
+                    raise ControlError("a worker attaches once")
+                tasks.spawn(self._answer(message), message.kind)
+
+    async def close(self) -> None:
+        """Ends every transfer, both ways."""
+        await self._outbox.close()
+        for backend in self._backends:
+            await asyncio.to_thread(backend.close)
+        os.close(self._pool_fd)
+
+    async def _report(self) -> None:
+        # The NATS client takes longer to import than all the rest, and moving bytes does not wait for it.
+        reports = await asyncio.to_thread(importlib.import_module, "services.sidecar.reports")
+        await reports.send_reports(self._settings, self._boot_id, self.report)
+
+    def report(self) -> WorkerReport:
+        states, _ = self._door.snapshot()
+        return WorkerReport(
+            role="sidecar",
+            id=self._settings.name,
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            host=self._host,
+            state="ready",
+            link=self.address,
+            tickets=states | {"sending": self._outbox.num_tickets},
+            counters={name: float(count) for name, count in self._counters().items()},
+            settings=self._settings.public(),
+        )
+
+    def _counters(self) -> dict[str, int]:
+        return self._door.snapshot()[1] | self._outbox.counters
+
+    def _start_backends(self, pool: Pool) -> tuple[Backend, ...]:
+        """In order of preference."""
+        settings, wanted = self._settings, self._settings.transfer
+        timing, faults = settings.timing, settings.injected
+        found: list[Backend] = []
+        if wanted in ("auto", "shm"):
+            self._socket = f"{self._boot_id}.sock"
+            found.append(
+                ShmBackend(
+                    pool, self._pool_fd, self._door, self._boot_id, settings.directory, self._socket, timing, faults
+                )
+            )
+        if wanted in ("auto", "tcp"):
+            host = settings.listen_host or settings.tcp_host
+            tcp = TcpBackend(pool, self._door, self._boot_id, host, settings.tcp_port, timing, faults)
+            self._port = tcp.port
+            found.append(tcp)
+        return tuple(found)
+
+    def _describe(self) -> LinkAddress:
+        return LinkAddress(
+            boot_id=self._boot_id,
+            host=self._settings.tcp_host,
+            port=self._port,
+            socket=self._socket,
+            backends=tuple(backend.name for backend in self._backends),
+        )
+
+    async def _answer(self, message: Open | Send | Ask | Ping) -> None:
+        try:
+            reply = await self._carry_out(message)
+        except BatonError as error:
+            reply = Reply(id=message.id, code=error.code, message=error.message)
+        except Exception as error:
+            _log.exception("%s failed", message.kind)
+            reply = Reply(id=message.id, code=BatonError.code, message=f"{type(error).__name__}: {error}")
+        self._tell(reply)
+
+    async def _carry_out(self, message: Open | Send | Ask | Ping) -> Reply:
+        done = Reply(id=message.id)
+        if isinstance(message, Ping):
+            return done.model_copy(update={"counters": self._counters()})
+        if isinstance(message, Open):
+            self._door.open(message.key, message.secret, message.units)
+            return done
+        if isinstance(message, Send):
+            await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)
+            return done
+        if message.kind == "received":
+            return done.model_copy(update={"receipt": digests_of(self._door.received(message.key))})
+        if message.kind == "sent":
+            return done.model_copy(update={"receipt": digests_of(self._outbox.sent(message.key))})
+        if message.kind == "fence":
+            await self._fence(message.key)
+        else:
+            await self._outbox.forget(message.key)
+        return done
+
+    async def _fence(self, key: TicketKey) -> None:
+        quiesced = asyncio.Event()
+        self._door.fence(key, lambda: self._on_loop(quiesced.set))
+        await quiesced.wait()
+
+    def _on_first_bytes(self, key: TicketKey, backend: str) -> None:
+        moving = Moving(room=key.room, generation=key.generation, backend=backend, receiving=True)
+        self._on_loop(lambda: self._tell(moving))
+
+    def _on_moving(self, key: TicketKey, backend: str) -> None:
+        self._tell(Moving(room=key.room, generation=key.generation, backend=backend, receiving=False))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        """From a transfer's thread. The loop may have ended before it: then nobody waits for the call."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    def _tell(self, message: Ready | Reply | Moving) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))

@@ -1,0 +1,33 @@
+"""What a sidecar process is told by the worker that starts it."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from shared.runtime.settings import Port, Seconds, SidecarSettings
+from shared.transfer.backend import Faults, Timing
+
+
+class SidecarProcessSettings(SidecarSettings):
+    """The process that moves one worker's bytes. The worker starts it and holds the other end of control_fd."""
+
+    control_fd: Annotated[int, Field(ge=3)] = Field(description="connected unix socket to the worker")
+    nats_url: str = Field("nats://127.0.0.1:4222", description="where nats-server listens; empty: no reports")
+    tcp_port: Port = Field(0, description="port other hosts reach this sidecar at; 0: a free one")
+    listen_host: str = Field("", description="address to listen on. Default: tcp_host")
+    stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
+    peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
+    faults: str = Field("", description="injected faults, for tests")
+
+    @property
+    def directory(self) -> Path:
+        return self.ipc_dir or self.state_dir / "ipc"
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(connect_s=self.peer_timeout_s, stall_s=self.stall_timeout_s)
+
+    @property
+    def injected(self) -> Faults:
+        return Faults.parse(self.faults)

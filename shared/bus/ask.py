@@ -1,0 +1,50 @@
+"""Control messages are idempotent and repeated until they are answered: this is the repeating."""
+
+from typing import TypeVar
+
+from shared.bus.base import Bus, BusClosed, BusError, BusTimeout, NoResponders
+from shared.protocol.messages import MalformedMessage, WireModel, decode, encode
+from shared.runtime.clock import Clock
+from shared.runtime.errors import DeadlineExceeded, PeerLost, ProtocolError
+
+R = TypeVar("R", bound=WireModel)
+
+_MISSES_UNTIL_LOST = 4
+_PAUSE_S = 0.05
+
+
+async def ask(
+    bus: Bus,
+    clock: Clock,
+    subject: str,
+    message: WireModel,
+    answer: type[R],
+    *,
+    deadline: float,
+    every_s: float = 0.5,
+) -> R:
+    """Sends `message` every `every_s` until it is answered.
+
+    Raises PeerLost once the bus says several times running that nobody listens there, DeadlineExceeded at `deadline`
+    (clock time), ProtocolError for an answer of the wrong kind. A bus that is away is waited for.
+    """
+    misses = 0
+    while (left := deadline - clock.now()) > 0:
+        if "remaining_s" in type(message).model_fields:
+            message = message.model_copy(update={"remaining_s": left})
+        try:
+            return decode(answer, await bus.request(subject, encode(message), min(every_s, left)))
+        except MalformedMessage as error:
+            raise ProtocolError(f"{subject} answered with something else: {error}") from error
+        except BusTimeout:
+            misses = 0
+        except NoResponders as error:
+            misses += 1
+            if misses >= _MISSES_UNTIL_LOST:
+                raise PeerLost(f"nobody answers at {subject}") from error
+            await clock.sleep(_PAUSE_S)
+        except BusClosed as error:
+            raise PeerLost("our own bus connection was closed") from error
+        except BusError:
+            await clock.sleep(_PAUSE_S)
+    raise DeadlineExceeded(f"no answer from {subject} in time")

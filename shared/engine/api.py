@@ -1,0 +1,129 @@
+"""What flows need of an engine. One engine implements it (`engine.py`); tests and the simulation run the same one with
+the toy model and an inline executor.
+
+A *group* is one ticket's share of the engine: one prompt and the n choices that continue it. Its pages belong to it from
+`reserve` until `retire` has returned; a step already dispatched counts as a user of them.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.protocol.messages import FinishReason, FirstToken, Geometry, SamplingSpec, TokenLogprob
+from shared.state.layout import PoolLayout
+from shared.transfer.link import Piece, TicketKey
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """A part of a prompt is computed: positions [start, end) have their state in the pool.
+
+    pieces: what may be sent now: whole pages below `end`, and with the last chunk the rest of the pages and the
+    request-indexed state. first: the handoff tokens, one a choice, on the last chunk only.
+    """
+
+    start: int
+    end: int
+    pieces: tuple[Piece, ...]
+    first: tuple[FirstToken, ...] = ()
+
+    @property
+    def last(self) -> bool:
+        return bool(self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One generated token of one choice. index counts from 0, the handoff token. finish is set on the last one."""
+
+    key: TicketKey
+    choice: int
+    index: int
+    token: int
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailed:
+    """The engine gave a group up; its pages are still its own until `retire`."""
+
+    key: TicketKey
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step brought for groups that were started: delivered to the listener on the loop, in step order."""
+
+    tokens: tuple[TokenOut, ...] = ()
+    failed: tuple[GroupFailed, ...] = ()
+    preempted: tuple[TicketKey, ...] = ()
+    resumed: tuple[TicketKey, ...] = ()
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start; they only rise."""
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+    step_s: float = 0.0
+    busy_s: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class StepListener(Protocol):
+    def __call__(self, output: StepOutput) -> None: ...
+
+
+class Engine(Protocol):
+    """All methods are called on the event loop and do not block it; compute runs in the engine's own thread."""
+
+    identity: str
+    layout: PoolLayout
+    geometry: Geometry
+    max_model_len: int
+    stats: EngineStats
+
+    def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
+        """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
+        PoolExhausted having taken nothing. InvalidRequest where it could never fit."""
+
+    def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
+        """Per component, the physical units of the group's prompt in logical order: the destination of a transfer."""
+
+    def prefill(self, key: TicketKey) -> AsyncIterator[ChunkDone]:
+        """P: computes the prompt chunk by chunk and yields after each; the next chunk computes meanwhile. Ends after
+        the last chunk; raises EngineError. Ending the iteration early stops the computation between chunks."""
+
+    def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
+        """D, prebuilt: the prompt's state is in the pool and `first` are the handoff tokens (index 0; they are not
+        computed again and not delivered). Runs no forward; the choices decode from the next step on."""
+
+    def start_local(self, key: TicketKey) -> None:
+        """D computes the prompt itself, then decodes; tokens from index 0 on are delivered to the listener."""
+
+    def finish_choice(self, key: TicketKey, choice: int) -> None:
+        """Stops one choice (a stop string, a client that left). Nothing of it is delivered afterwards."""
+
+    async def retire(self, key: TicketKey) -> None:
+        """Ends the group: nothing is delivered afterwards; returns when no step uses its pages, which are then free.
+        Idempotent; an unknown key returns at once."""
+
+    def pages(self) -> tuple[int, int, int]:
+        """(total, free, held by groups that are being retired)."""
+
+    def slots(self) -> tuple[int, int, int]: ...
+
+    def queues(self) -> dict[str, int]:
+        """Lengths: `waiting` (prompts not begun), `prefilling`, `running` (choices that decode), `preempted`."""
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """Seconds since a step finished while work was waiting; 0 when idle. Feeds /health."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,257 @@
+"""The engine: a loop that schedules, has the step computed in the compute thread, and tells everybody what came of it.
+
+Steps never overlap. All books are kept on the event loop; the compute thread sees values and the pool only.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from shared.engine.api import ChunkDone, EngineStats, StepListener, StepOutput
+from shared.engine.batch import StepPlan
+from shared.engine.capacity import Capacity
+from shared.engine.effects import StepEffects
+from shared.engine.executor import Executor
+from shared.engine.models.base import Model
+from shared.engine.pool import StatePool
+from shared.engine.runner import Runner, SampleFunction
+from shared.engine.sampler import sample
+from shared.engine.scheduler import Scheduler
+from shared.engine.sequence import Choice, Group, Phase
+from shared.engine.settings import EngineSettings
+from shared.protocol.messages import FirstToken, Geometry, SamplingSpec
+from shared.runtime.clock import Clock, LoopClock
+from shared.runtime.errors import BatonError, Cancelled, EngineError, InvalidRequest
+from shared.state.components import IndexKind
+from shared.state.pages import PageAllocator
+from shared.transfer.link import TicketKey
+
+log = logging.getLogger(__name__)
+
+
+class BatchEngine:
+    """Implements `shared.engine.api.Engine`. `run` must run as a vital task while the engine is used; whoever made the
+    pool closes it after `close` has returned."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: StatePool,
+        settings: EngineSettings,
+        executor: Executor,
+        listener: StepListener,
+        clock: Clock | None = None,
+        sample_rows: SampleFunction = sample,
+    ) -> None:
+        self.identity = model.identity
+        self.layout = pool.layout
+        self.max_model_len = min(model.max_model_len, settings.max_model_len or model.max_model_len)
+        self.stats = EngineStats()
+        components = pool.layout.components
+        self.geometry = Geometry(
+            page_tokens=pool.layout.page_tokens,
+            components=tuple(c.name for c in components),
+            unit_bytes=tuple(c.unit_bytes for c in components),
+        )
+        self._vocab_size = model.vocab_size
+        self._settings = settings
+        self._executor = executor
+        self._listener = listener
+        self._clock = clock or LoopClock()
+        self._runner = Runner(model, pool, sample_rows)
+        self._capacity = Capacity(pool.layout, settings.growth_tokens, pool.clear_slot)
+        self._scheduler = Scheduler(pool.layout, settings, self._capacity, model.eos_token_ids, self.stats)
+        self._streams: dict[TicketKey, asyncio.Queue[ChunkDone | BatonError]] = {}
+        self._released: dict[TicketKey, asyncio.Event] = {}
+        self._wake = asyncio.Event()
+        self._ended: asyncio.Event | None = None
+        self._closing = False
+        self._dispatched_at: float | None = None
+
+    # Tickets
+
+    def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
+        if key in self._scheduler.groups:
+            raise ValueError(f"{key} is reserved already")
+        room = self.max_model_len - len(prompt)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty")
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens; with at least one new token it may have {self.max_model_len - 1}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise InvalidRequest(f"token ids must be 0 to {self._vocab_size - 1}")
+        choices = [Choice(index) for index in range(sampling.n)]
+        max_new = min(sampling.max_tokens, room)
+        self._scheduler.reserve(Group(key, prompt, sampling, decodes, max_new, choices))
+
+    def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
+        group = self._group(key)
+        if group.trunk_slot is None:
+            raise ValueError(f"{key} has been started; its units are no destination any more")
+        pages, slot = tuple(group.trunk_pages), (group.trunk_slot,)
+        return tuple(pages if c.index is IndexKind.PAGE else slot for c in self.layout.components)
+
+    async def prefill(self, key: TicketKey) -> AsyncIterator[ChunkDone]:
+        group = self._group(key)
+        self._check_open()
+        queue: asyncio.Queue[ChunkDone | BatonError] = asyncio.Queue(self._settings.prefill_lead + 2)
+        self._streams[key] = queue
+        try:
+            self._scheduler.start_prompt(group)
+            last = False
+            while not last:
+                self._wake.set()
+                done = await queue.get()
+                if isinstance(done, BatonError):
+                    raise done
+                group.ahead -= 1
+                last = done.last
+                yield done
+        finally:
+            if self._streams.get(key) is queue:
+                del self._streams[key]
+            self._scheduler.stop(group)
+
+    def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
+        group = self._group(key)
+        if [token.choice for token in first] != list(range(len(group.choices))):
+            raise ValueError(f"{key}: one handoff token for each of {len(group.choices)} choices is needed, in order")
+        self._check_open()
+        self._scheduler.start_prefilled(group, first)
+        self._wake.set()
+
+    def start_local(self, key: TicketKey) -> None:
+        self._check_open()
+        self._scheduler.start_prompt(self._group(key))
+        self._wake.set()
+
+    def finish_choice(self, key: TicketKey, choice: int) -> None:
+        group = self._scheduler.groups.get(key)
+        if group is not None and group.decodes and choice < len(group.choices):
+            self._scheduler.finish_choice(group, choice)
+            self._wake.set()
+
+    async def retire(self, key: TicketKey) -> None:
+        group = self._scheduler.groups.get(key)
+        if group is None:
+            return
+        if not group.retiring:
+            self._fail_stream(key, Cancelled("the ticket was retired"))
+        released = self._released.setdefault(key, asyncio.Event())
+        if self._scheduler.retire(group):
+            self._set_released(key)
+            self._wake.set()
+        await released.wait()
+
+    # Reports
+
+    def pages(self) -> tuple[int, int, int]:
+        return self._counts(self._capacity.pages)
+
+    def slots(self) -> tuple[int, int, int]:
+        return self._counts(self._capacity.slots)
+
+    def queues(self) -> dict[str, int]:
+        lengths = {"waiting": 0, "prefilling": 0, "running": 0, "preempted": 0}
+        for group in self._scheduler.groups.values():
+            if group.phase is Phase.PROMPT:
+                lengths["prefilling" if group.computed else "waiting"] += 1
+            elif group.phase is Phase.DECODING:
+                lengths["running"] += len(group.live)
+            elif group.phase is Phase.PREEMPTED:
+                lengths["preempted"] += 1
+        return lengths
+
+    @property
+    def last_progress_age_s(self) -> float:
+        return 0.0 if self._dispatched_at is None else self._clock.now() - self._dispatched_at
+
+    # The loop
+
+    async def run(self) -> None:
+        """Computes steps until `close`; an error that leaves it is a bug of ours and should end the process."""
+        if self._ended is not None:
+            raise RuntimeError("an engine runs once")
+        self._ended = asyncio.Event()
+        try:
+            while not self._closing:
+                self._wake.clear()
+                plan, effects = self._scheduler.schedule()
+                self._tell(effects)
+                if plan is None:
+                    await self._wake.wait()
+                else:
+                    self._tell(await self._step(plan))
+        finally:
+            self._closing = True
+            for key in self._streams:
+                self._fail_stream(key, EngineError("the engine was closed"))
+            self._ended.set()
+
+    async def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        if self._ended is not None:
+            await self._ended.wait()
+        self._executor.close()
+
+    async def _step(self, plan: StepPlan) -> StepEffects:
+        self._dispatched_at = started = self._clock.now()
+        try:
+            result = await self._executor.run(lambda: self._runner.execute(plan))
+        except asyncio.CancelledError:
+            # The executor has waited for the step: it uses nothing any more.
+            self._tell(self._scheduler.fail(plan, EngineError.code, "the engine was closed"))
+            raise
+        except Exception as error:
+            log.exception("a step failed", extra={"rows": len(plan.rows), "tokens": plan.num_tokens})
+            return self._scheduler.fail(plan, EngineError.code, f"{type(error).__name__}: {error}")
+        finally:
+            self._dispatched_at = None
+            self.stats.step_s += self._clock.now() - started
+        effects = self._scheduler.apply(plan, result)
+        self.stats.steps += 1
+        self.stats.busy_s += self._clock.now() - started
+        return effects
+
+    def _tell(self, effects: StepEffects) -> None:
+        for key, chunk in effects.chunks:
+            if (queue := self._streams.get(key)) is not None:
+                queue.put_nowait(chunk)
+        listened = []
+        for failure in effects.failed:
+            if failure.key in self._streams:
+                self._fail_stream(failure.key, EngineError(failure.message))
+            else:
+                listened.append(failure)
+        effects.failed = listened
+        for key in effects.released:
+            self._set_released(key)
+        output = effects.output()
+        if output != StepOutput():
+            self._listener(output)
+
+    def _fail_stream(self, key: TicketKey, error: BatonError) -> None:
+        queue = self._streams.get(key)
+        if queue is not None and not queue.full():
+            queue.put_nowait(error)
+
+    def _set_released(self, key: TicketKey) -> None:
+        if (event := self._released.pop(key, None)) is not None:
+            event.set()
+
+    def _group(self, key: TicketKey) -> Group:
+        group = self._scheduler.groups.get(key)
+        if group is None:
+            raise EngineError(f"{key} is not reserved")
+        return group
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineError("the engine is closed")
+
+    def _counts(self, units: PageAllocator) -> tuple[int, int, int]:
+        retiring = sum(units.held_by(key) for key, group in self._scheduler.groups.items() if group.retiring)
+        return units.total, units.free, retiring

@@ -1,0 +1,58 @@
+"""Where steps are computed: a thread of their own, or (in the simulation, on virtual time) the event loop itself."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Executor(Protocol):
+    async def run(self, work: Callable[[], T]) -> T:
+        """Carries `work` out and returns its result or raises its exception. Returns (or raises) only when `work` has
+        ended, also when the caller is cancelled: until then it uses memory."""
+
+    def close(self) -> None: ...
+
+
+class ThreadExecutor:
+    """One compute thread, the only one that runs torch. `num_threads`: torch's own threads within a step."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="compute",
+            initializer=torch.set_num_threads,
+            initargs=(num_threads,),
+        )
+
+    async def run(self, work: Callable[[], T]) -> T:
+        future = asyncio.wrap_future(self._pool.submit(work))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()
+            raise
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class InlineExecutor:
+    """Computes on the loop, deterministically; a step takes `step_s` of the loop's time. It computes at the end of that
+    time, so that whatever is freed too early is seen to be."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self._step_s = step_s
+
+    async def run(self, work: Callable[[], T]) -> T:
+        await asyncio.sleep(self._step_s)
+        return work()
+
+    def close(self) -> None:
+        pass

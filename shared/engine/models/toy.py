@@ -1,0 +1,109 @@
+"""A model without meaning that has every kind of state there is. Tests and the simulation run on it.
+
+Whole numbers modulo a prime, so results are exact for any chunking and any batch. Every logit depends on every row of
+every component and on the token's position: losing, misplacing or leaking any of it changes the tokens. Rows that were
+never written are read as they lie, so a slot that was not cleared shows up too.
+"""
+
+import hashlib
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from shared.engine.models.base import Batch
+from shared.state.components import IndexKind, StateComponent
+
+VOCAB_SIZE = 256
+EOS_TOKEN = 255
+_PRIME = 8191
+_LAYERS = 2
+_CHANNELS = 4
+_RING = 8
+
+_CHANNEL_WEIGHTS = np.arange(3, 3 + 2 * _CHANNELS, 2, dtype=np.int64)
+_RING_WEIGHTS = np.arange(11, 11 + 7 * _RING, 7, dtype=np.int64)
+_VOCAB = np.arange(1, VOCAB_SIZE + 1, dtype=np.int64)
+
+Array = np.ndarray
+
+
+class Toy:
+    """`salt` makes another model of it, with its own identity."""
+
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = frozenset({EOS_TOKEN})
+
+    def __init__(self, max_model_len: int = 4096, salt: int = 0) -> None:
+        self.max_model_len = max_model_len
+        self.identity = hashlib.sha256(f"toy-1-{salt}".encode()).hexdigest()
+        self._salt = salt
+
+    def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
+        layers = tuple(range(_LAYERS))
+        return (
+            StateComponent("history", IndexKind.PAGE, page_tokens, (2,), (_CHANNELS,), "float32", layers, shard_axis=0),
+            StateComponent("memory", IndexKind.REQUEST, 1, (), (_CHANNELS,), "int32", layers),
+            StateComponent("window", IndexKind.RING, _RING, (), (_CHANNELS,), "float32", layers),
+        )
+
+    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        history, memory, window = (tensor.numpy() for tensor in state)
+        tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
+        tables, slots, starts = batch.block_tables.numpy(), batch.slots.numpy(), batch.query_start.tolist()
+        hidden = (tokens * 7 + positions * 13 + 29 + self._salt) % _PRIME
+        for layer in range(_LAYERS):
+            for index, (begin, end) in enumerate(pairwise(starts)):
+                slot, x, where = slots[index], hidden[begin:end], positions[begin:end]
+                seen = _history(x, where, history[layer], tables[index])
+                seen += 5 * _memory(x, where, memory[layer, slot])
+                seen += 17 * _window(x, where, window[layer, slot])
+                hidden[begin:end] = (seen + x * (layer + 2)) % _PRIME
+        wanted = hidden[batch.logit_rows.numpy()] % (_PRIME - 1) + 1
+        scores = (wanted[:, None] * _VOCAB[None, :]) % _PRIME  # [R, vocab], no two equal in a row
+        return torch.from_numpy(scores.astype(np.float32) * np.float32(8 / _PRIME))
+
+
+def _channels(x: Array, offset: int) -> Array:
+    """[T] -> [T, channels], each 1..250: never 0, which is what lost state looks like."""
+    return 1 + (x[:, None] * _CHANNEL_WEIGHTS + offset) % 250
+
+
+def _weigh(positions: Array) -> Array:
+    """A weight for each position, never 0 modulo the prime for positions below it."""
+    return 1 + (positions * 37 + 5) % (_PRIME - 1)
+
+
+def _history(x: Array, where: Array, pages: Array, table: Array) -> Array:
+    """Writes the rows of `where`, then sums for each of them all rows up to it. pages: [P, 2, B, channels]."""
+    page_tokens = pages.shape[2]
+    rows = _channels(x, 3)
+    page, row = table[where // page_tokens], where % page_tokens
+    pages[page, 0, row] = rows
+    pages[page, 1, row] = rows + 1
+    context = int(where[-1]) + 1
+    used = table[: -(-context // page_tokens)]
+    both = pages[used].astype(np.int64)  # [pages, 2, B, channels]
+    flat = (both[:, 0] + 3 * both[:, 1]).reshape(-1, _CHANNELS)[:context] @ _CHANNEL_WEIGHTS
+    sums = np.cumsum(flat % _PRIME * _weigh(np.arange(context)) % _PRIME)
+    return np.asarray(sums[where] % _PRIME)
+
+
+def _memory(x: Array, where: Array, row: Array) -> Array:
+    """A running sum over all positions, kept in one row. row: [1, channels]."""
+    steps = _channels(x, 7) * _weigh(where * 3 + 1)[:, None]
+    sums = (row.astype(np.int64) + np.cumsum(steps, axis=0)) % _PRIME
+    row[0] = sums[-1]
+    return np.asarray(sums @ _CHANNEL_WEIGHTS % _PRIME)
+
+
+def _window(x: Array, where: Array, ring: Array) -> Array:
+    """A weighted sum over the last positions, by how long ago they were. ring: [ring, channels]."""
+    first, count = int(where[0]), len(where)
+    before = ring[np.arange(first - _RING + 1, first) % _RING].astype(np.int64)
+    rows = np.concatenate([before, _channels(x, 11)])  # [ring - 1 + T, channels]
+    sums = rows @ _CHANNEL_WEIGHTS
+    result = sum(sums[_RING - 1 - ago : _RING - 1 - ago + count] * _RING_WEIGHTS[ago] for ago in range(_RING))
+    kept = min(count, _RING)
+    ring[where[-kept:] % _RING] = rows[-kept:]
+    return np.asarray(result % _PRIME)

@@ -1,0 +1,69 @@
+"""The memory a worker's model state lives in: one memfd, mapped once, that the worker's sidecar maps too. Moving state
+therefore costs the engine process nothing.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+import torch
+
+from shared.state.components import IndexKind
+from shared.state.layout import PoolLayout
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class StatePool:
+    """Owns the descriptor and the mapping. `tensors[i]` is component i, [layers, units, *unit_shape], sharing memory
+    with `buffer`; pages are handed out as they are, slots must be cleared when taken (`clear_slot`).
+
+    The size is sealed, so that a process that maps it cannot be hit by a truncation.
+    """
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self.layout = layout
+        size = max(layout.total_bytes, mmap.PAGESIZE)
+        self.fd = os.memfd_create("baton-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.buffer = memoryview(self._map)
+        self.tensors: tuple[torch.Tensor, ...] = tuple(
+            torch.from_numpy(layout.view(self.buffer, index)) for index in range(len(layout.components))
+        )
+        self._paged = tuple(c.index is IndexKind.PAGE for c in layout.components)
+        self._closed = False
+
+    def clear_slot(self, slot: int) -> None:
+        """Zeroes a slot's request-indexed state: models read rows they have not written yet."""
+        for tensor, paged in zip(self.tensors, self._paged, strict=True):
+            if not paged:
+                tensor[:, slot] = 0
+
+    def copy_page(self, source: int, target: int) -> None:
+        for tensor, paged in zip(self.tensors, self._paged, strict=True):
+            if paged:
+                tensor[:, target] = tensor[:, source]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        for tensor, paged in zip(self.tensors, self._paged, strict=True):
+            if not paged:
+                tensor[:, target] = tensor[:, source]
+
+    def close(self) -> None:
+        """Idempotent. No step may be running."""
+        if self._closed:
+            return
+        self._closed = True
+        self.tensors = ()
+        os.close(self.fd)
+        # A tensor somebody still holds keeps the mapping; it then goes with that tensor.
+        with contextlib.suppress(BufferError):
+            self.buffer.release()
+            self._map.close()

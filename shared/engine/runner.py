@@ -1,0 +1,57 @@
+"""Carries a step out, in the compute thread: copies, one forward over all rows, and the samples."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from shared.engine.batch import CopyPage, Row, StepPlan, StepResult
+from shared.engine.models.base import Batch, Model
+from shared.engine.pool import StatePool
+from shared.engine.sampler import Sampled, SampleRow, sample
+
+SampleFunction = Callable[[torch.Tensor, Sequence[SampleRow]], Sequence[Sampled]]
+
+
+class Runner:
+    """Looks at nothing but the plan and the pool, so the scheduler may go on changing its own books meanwhile."""
+
+    def __init__(self, model: Model, pool: StatePool, sample_rows: SampleFunction = sample) -> None:
+        self._model = model
+        self._pool = pool
+        self._sample_rows = sample_rows
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        for copy in plan.copies:
+            if isinstance(copy, CopyPage):
+                self._pool.copy_page(copy.source, copy.target)
+            else:
+                self._pool.copy_slot(copy.source, copy.target)
+        logits = self._model.forward(build_batch(plan.rows), self._pool.tensors)
+        wanted = [row for row in plan.rows if row.samples]
+        if not wanted:
+            return StepResult(((),) * len(plan.rows))
+        repeats = torch.tensor([len(row.samples) for row in wanted], device=logits.device)
+        spread = logits.repeat_interleave(repeats, dim=0) if int(repeats.max()) > 1 else logits  # [samples, vocab]
+        drawn = iter(self._sample_rows(spread, [sample for row in wanted for sample in row.samples]))
+        return StepResult(tuple(tuple(next(drawn) for _ in row.samples) for row in plan.rows))
+
+
+def build_batch(rows: tuple[Row, ...]) -> Batch:
+    """The rows as tensors; logits are wanted of the last token of each row that samples."""
+    starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([len(row.tokens) for row in rows], out=starts[1:])
+    tables = np.zeros((len(rows), max(len(row.pages) for row in rows) or 1), dtype=np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row.pages)] = row.pages
+    last = [int(end) - 1 for row, end in zip(rows, starts[1:], strict=True) if row.samples]
+    return Batch(
+        tokens=torch.from_numpy(np.concatenate([np.array(row.tokens, dtype=np.int64) for row in rows])),
+        positions=torch.from_numpy(np.concatenate([np.arange(row.start, row.end, dtype=np.int64) for row in rows])),
+        query_start=torch.from_numpy(starts),
+        context_lens=torch.tensor([row.end for row in rows], dtype=torch.int32),
+        block_tables=torch.from_numpy(tables),
+        slots=torch.tensor([row.slot for row in rows], dtype=torch.int32),
+        logit_rows=torch.tensor(last, dtype=torch.int64),
+    )

@@ -1,0 +1,190 @@
+"""From logits to tokens, with the semantics of vLLM and Hugging Face.
+
+Order: log probabilities from the raw logits; logit bias; `min_tokens` mask; repetition penalty (prompt and output);
+frequency and presence penalty (output); temperature; top-k; top-p; min-p; one uniform keyed by (seed, choice,
+position); inverse CDF in token order. Ties go to the lower token id everywhere, so top_k = 1 is the same as greedy.
+A row's token depends on that row alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.engine.philox import uniform
+from shared.protocol.messages import SamplingSpec, TokenLogprob
+from shared.runtime.errors import EngineError
+
+GREEDY_BELOW = 1e-5
+"""A temperature lower than this is 0: dividing by it would only overflow."""
+
+_FIRST_LOOKS = (512, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """position: where the sampled token will stand. output_ids: what this choice generated so far."""
+
+    sampling: SamplingSpec
+    choice: int
+    position: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprob: TokenLogprob | None
+
+
+def bad_rows(logits: torch.Tensor) -> list[int]:
+    """Rows of [R, V] that hold a NaN or an infinity."""
+    if bool(torch.isfinite(logits.sum())):
+        return []
+    return (~torch.isfinite(logits).all(dim=1)).nonzero().flatten().tolist()
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+    """One token for each row of float32 logits [R, V], which are left as they are. Raises EngineError, having sampled
+    nothing, where a row is not finite or no token is allowed; whoever wants to lose that row only asks `bad_rows`."""
+    if logits.shape[0] != len(rows):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
+    if not rows:
+        return []
+    if broken := bad_rows(logits):
+        raise EngineError(f"logits are not finite in row {', '.join(map(str, broken))} of {len(rows)}")
+    own_way = [i for i, row in enumerate(rows) if not _is_plain_greedy(row.sampling)]
+    tokens = [-1] * len(rows) if len(own_way) == len(rows) else logits.argmax(dim=1).tolist()
+    if not own_way:
+        return [Sampled(token, None) for token in tokens]
+    raw = _to_numpy(logits[own_way] if len(own_way) < len(rows) else logits)
+    draws = uniform(
+        np.array([rows[i].sampling.seed for i in own_way], dtype=np.uint64),
+        np.array([rows[i].choice for i in own_way]),
+        np.array([rows[i].position for i in own_way]),
+    )
+    results = [Sampled(token, None) for token in tokens]
+    for i, values, draw in zip(own_way, raw, draws, strict=True):
+        token = _choose(values, rows[i], float(draw))
+        if token < 0:
+            raise EngineError(f"no token is allowed in row {i} of {len(rows)}")
+        count = rows[i].sampling.logprobs
+        results[i] = Sampled(token, None if count is None else _logprob(values, token, count))
+    return results
+
+
+def _to_numpy(logits: torch.Tensor) -> np.ndarray:
+    return logits.detach().to(device="cpu", dtype=torch.float32).numpy()
+
+
+def _is_plain_greedy(spec: SamplingSpec) -> bool:
+    return spec.temperature < GREEDY_BELOW and spec.logprobs is None and not _changes_logits(spec)
+
+
+def _changes_logits(spec: SamplingSpec) -> bool:
+    return bool(
+        spec.logit_bias
+        or spec.min_tokens
+        or spec.repetition_penalty != 1.0
+        or spec.frequency_penalty
+        or spec.presence_penalty
+    )
+
+
+def _choose(raw: np.ndarray, row: SampleRow, draw: float) -> int:
+    """The token of one row, or -1 where every token is forbidden."""
+    spec = row.sampling
+    values = _adjusted(raw, row) if _changes_logits(spec) else raw
+    best = int(values.argmax())
+    if values[best] == -np.inf:
+        return -1
+    if spec.temperature < GREEDY_BELOW:
+        return best
+    with np.errstate(over="ignore"):
+        weights = np.exp((values - values[best]) / np.float32(spec.temperature))
+    kept = _kept(weights, spec)
+    if kept is not None:
+        weights = weights[kept]
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    if index == len(weights):  # the product rounded up to the total
+        index = int(np.flatnonzero(weights)[-1])
+    return index if kept is None else int(kept[index])
+
+
+def _adjusted(raw: np.ndarray, row: SampleRow) -> np.ndarray:
+    """A copy of the logits with bias, mask and penalties. Ids outside the vocabulary name no token and do nothing."""
+    spec, vocab_size = row.sampling, len(raw)
+    values = raw.copy()
+    for token, bias in spec.logit_bias:
+        if 0 <= token < vocab_size:
+            values[token] += np.float32(bias)
+    if len(row.output_ids) < spec.min_tokens:
+        values[_ids((*row.eos_token_ids, *spec.stop_token_ids), vocab_size)] = -np.inf
+    if spec.repetition_penalty != 1.0:
+        seen = np.concatenate((_ids(row.prompt_ids, vocab_size), _ids(row.output_ids, vocab_size)))
+        before, penalty = values[seen], np.float32(spec.repetition_penalty)
+        values[seen] = np.where(before > 0, before / penalty, before * penalty)
+    if row.output_ids and (spec.frequency_penalty or spec.presence_penalty):
+        tokens, counts = np.unique(_ids(row.output_ids, vocab_size), return_counts=True)
+        values[tokens] -= (spec.frequency_penalty * counts + spec.presence_penalty).astype(np.float32)
+    return values
+
+
+def _ids(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    ids = np.fromiter(tokens, dtype=np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+def _kept(weights: np.ndarray, spec: SamplingSpec) -> np.ndarray | None:
+    """Token ids, ascending, that top-k, top-p and min-p leave; None for all. weights: exp(logit - max)."""
+    kept: np.ndarray | None = None
+    if 0 < spec.top_k < len(weights):
+        kept = _highest(weights, spec.top_k)
+    if spec.top_p < 1.0:
+        candidates = weights if kept is None else weights[kept]
+        best = _highest(candidates, _nucleus_size(candidates, spec.top_p))
+        kept = best if kept is None else kept[best]
+    if spec.min_p > 0.0:
+        candidates = weights if kept is None else weights[kept]
+        likely = np.flatnonzero(candidates >= spec.min_p * float(candidates.max()))
+        kept = likely if kept is None else kept[likely]
+    return kept
+
+
+def _nucleus_size(weights: np.ndarray, top_p: float) -> int:
+    """How many of the heaviest are needed to hold `top_p` of the total: those before which less than that is held."""
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    size = len(weights)
+    for look in (min(n, size) for n in (*_FIRST_LOOKS, size)):  # sorting the vocabulary is rarely needed
+        heaviest = np.sort(np.partition(weights, size - look)[size - look :])[::-1]
+        held = np.cumsum(heaviest, dtype=np.float64)
+        if held[-1] >= wanted:
+            break
+    return min(int(np.searchsorted(held, wanted, side="left")) + 1, size)
+
+
+def _highest(weights: np.ndarray, count: int) -> np.ndarray:
+    """Indices, ascending, of the `count` highest; of equals the lower index."""
+    if count >= len(weights):
+        return np.arange(len(weights))
+    least = np.partition(weights, len(weights) - count)[len(weights) - count]
+    above = np.flatnonzero(weights > least)
+    level = np.flatnonzero(weights == least)[: count - len(above)]
+    return np.sort(np.concatenate((above, level)))
+
+
+def _logprob(raw: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """Log softmax of the token, and of the `count` best, best first."""
+    highest = float(raw.max())
+    total = float(np.exp(raw - np.float32(highest)).sum(dtype=np.float64))
+    shift = highest + math.log(total)
+    if not count:
+        return TokenLogprob(logprob=float(raw[token]) - shift)
+    best = _highest(raw, count)
+    best = best[np.argsort(-raw[best], kind="stable")]
+    return TokenLogprob(logprob=float(raw[token]) - shift, top=tuple((int(i), float(raw[i]) - shift) for i in best))

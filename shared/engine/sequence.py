@@ -1,0 +1,91 @@
+"""A ticket's share of the engine, as the scheduler sees it: one prompt (the trunk) and the choices that branch off it.
+
+Positions: the prompt has 0..N-1. Output k of a choice, counted from the handoff token (k = 0), stands at position N
++ k and is *sampled under that position*; its state comes to be when it is fed, one step later. P and D both use
+these numbers.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.engine.batch import CopyPage, CopySlot
+from shared.protocol.messages import FinishReason, SamplingSpec
+from shared.transfer.link import TicketKey
+
+
+class Phase(Enum):
+    RESERVED = "reserved"
+    """Holds its pages; its state is arriving, or nobody asked for it yet. Never preempted."""
+    PROMPT = "prompt"
+    """The prompt is being computed: for the first time, or again after preemption."""
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    """Holds nothing, waits for room to be computed again."""
+    ENDED = "ended"
+    """Finished, failed or stopped. Computes nothing more; holds what it has until it is retired."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """outputs: every token so far, the handoff token first. computed: positions whose state is in its pages."""
+
+    index: int
+    outputs: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    computed: int = 0
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Group:
+    """trunk_pages and trunk_slot belong to the prompt until the choices branch off; spare_pages and spare_slots are
+    what was taken ahead for them then, with growth_tokens positions for each. max_new: tokens a choice may generate,
+    after clipping. copies: still to be carried out, in the first step that runs a choice. ahead: chunks computed
+    that the consumer has not taken."""
+
+    key: TicketKey
+    prompt: tuple[int, ...]
+    sampling: SamplingSpec
+    decodes: bool
+    max_new: int
+    choices: list[Choice]
+    phase: Phase = Phase.RESERVED
+    trunk_pages: list[int] = field(default_factory=list)
+    trunk_slot: int | None = None
+    spare_pages: list[int] = field(default_factory=list)
+    spare_slots: list[int] = field(default_factory=list)
+    growth_tokens: int = 1
+    computed: int = 0
+    copies: list[CopyPage | CopySlot] = field(default_factory=list)
+    ahead: int = 0
+    in_step: bool = False
+    retiring: bool = False
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def live(self) -> list[Choice]:
+        return [choice for choice in self.choices if not choice.done]
+
+    @property
+    def is_preemptible(self) -> bool:
+        return self.decodes and self.phase in (Phase.PROMPT, Phase.DECODING)
+
+    def known_len(self, choice: Choice) -> int:
+        """Positions whose token is known."""
+        return self.prompt_len + len(choice.outputs)
+
+    def pending_len(self, choice: Choice) -> int:
+        """Known tokens without state: 1 in plain decoding, more while an interrupted choice catches up."""
+        return self.known_len(choice) - choice.computed
+
+    def finish_reason(self, token: int, num_outputs: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether `token`, as the last of `num_outputs`, ends a choice."""
+        if token in eos_token_ids and not self.sampling.ignore_eos:
+            return FinishReason.STOP
+        if token in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_outputs >= self.max_new else None

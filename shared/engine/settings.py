@@ -1,0 +1,54 @@
+"""How large an engine is, and how it cuts work into steps."""
+
+from dataclasses import dataclass
+
+from shared.engine.models.base import Model
+from shared.runtime.errors import PoolExhausted
+from shared.state.components import IndexKind
+from shared.state.layout import PoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """page_tokens: tokens a page. num_pages, or kv_bytes from which it follows: the pool.
+
+    max_running: sequences that may have request-indexed state at once (slots); bounds the decode batch.
+    prefill_chunk: prompt tokens a sequence computes in one step; chunk borders are multiples of it, whatever the load.
+    max_step_tokens: several prompts share a step up to this many tokens. growth_tokens: positions a reservation takes
+    beyond the prompt, for each choice. prefill_lead: chunks computed ahead of what the consumer has taken.
+    max_model_len: a limit below the model's own.
+    """
+
+    page_tokens: int = 16
+    num_pages: int | None = None
+    kv_bytes: int | None = None
+    max_running: int = 32
+    prefill_chunk: int = 256
+    max_step_tokens: int = 512
+    growth_tokens: int = 64
+    prefill_lead: int = 2
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.num_pages is None) == (self.kv_bytes is None):
+            raise ValueError("give either num_pages or kv_bytes")
+        counts = ("page_tokens", "max_running", "prefill_chunk", "max_step_tokens", "growth_tokens", "prefill_lead")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+def plan_layout(model: Model, settings: EngineSettings) -> PoolLayout:
+    """The pool of `model` under these settings. Raises PoolExhausted where kv_bytes is not enough for one page."""
+    components = model.components(settings.page_tokens)
+    if settings.num_pages is not None:
+        return PoolLayout(components, settings.num_pages, settings.max_running)
+    assert settings.kv_bytes is not None
+    paged = [c for c in components if c.index is IndexKind.PAGE]
+    slotted = [c for c in components if c.index is not IndexKind.PAGE]
+    page_bytes = sum(c.unit_bytes * c.num_layers for c in paged)
+    slot_bytes = sum(c.unit_bytes * c.num_layers for c in slotted) * settings.max_running
+    num_pages = (settings.kv_bytes - slot_bytes) // page_bytes if page_bytes else 1
+    if num_pages < 1:
+        raise PoolExhausted(f"{settings.kv_bytes} bytes hold no page: slots take {slot_bytes}, a page {page_bytes}")
+    return PoolLayout(components, num_pages, settings.max_running)

@@ -1,0 +1,141 @@
+"""The life of a ticket on P: its pages are pinned from acceptance until D has taken over or the ticket ended.
+
+    WAITING     accepted, pages taken, D's destination is not here yet        nothing is computed, nothing is sent
+    COMPUTING   the destination is here; chunks are computed and sent         pinned: engine writes, sidecar reads
+    COMMITTING  all bytes are confirmed; the commit record is repeated        pinned until D's word
+    RELEASING   ended, but a step or the sidecar may still touch the pages    owner: quarantine
+    RELEASED    proven quiet                                                  owner: the pool
+
+Invariants: no byte leaves before the destination is here; pages come free only through RELEASING and its proof
+(`Quiesced`); the first cause of the end is kept; an event of another generation changes nothing.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shared.machines.stepping import FINISHED, Cause, Event, Outcome, Step, next_state
+
+
+class PrefillState(Enum):
+    WAITING = "waiting"
+    COMPUTING = "computing"
+    COMMITTING = "committing"
+    RELEASING = "releasing"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationArrived(Event):
+    """D told where the state goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllSent(Event):
+    """The prompt is computed and D's sidecar confirmed every byte (none, if the handoff token ended the request)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAnswered(Event):
+    """D has taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Event):
+    """Cancelled, failed or past its deadline."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced(Event):
+    """Proof: the sidecar reads nothing of it any more and no dispatched step uses the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCompute:
+    """The prompt may enter the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatCommit:
+    """Send the commit record to D until it is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Forget the ticket at the sidecar and retire the group, then report Quiesced."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellDecode:
+    """D must not wait any longer."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class TellGateway:
+    """The client's side must learn the first cause."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTicket:
+    """A ticket as P sees it."""
+
+    room: int
+    generation: int
+    state: PrefillState = PrefillState.WAITING
+    cause: Cause | None = None
+
+
+TERMINAL = frozenset({PrefillState.RELEASED})
+
+_S = PrefillState
+TRANSITIONS: dict[tuple[PrefillState, type[Event]], PrefillState] = {
+    (_S.WAITING, DestinationArrived): _S.COMPUTING,
+    (_S.WAITING, Ended): _S.RELEASING,
+    (_S.COMPUTING, DestinationArrived): _S.COMPUTING,
+    (_S.COMPUTING, AllSent): _S.COMMITTING,
+    (_S.COMPUTING, Ended): _S.RELEASING,
+    (_S.COMMITTING, DestinationArrived): _S.COMMITTING,
+    (_S.COMMITTING, CommitAnswered): _S.RELEASING,
+    (_S.COMMITTING, Ended): _S.RELEASING,
+    (_S.RELEASING, DestinationArrived): _S.RELEASING,
+    (_S.RELEASING, AllSent): _S.RELEASING,
+    (_S.RELEASING, CommitAnswered): _S.RELEASING,
+    (_S.RELEASING, Ended): _S.RELEASING,
+    (_S.RELEASING, Quiesced): _S.RELEASED,
+}
+
+
+def step(ticket: PrefillTicket, event: Event) -> Step[PrefillTicket]:
+    """The one checked function through which every change of a P ticket goes."""
+    state, outcome = next_state(TRANSITIONS, TERMINAL, ticket.state, ticket.generation, event)
+    if outcome is not Outcome.APPLIED:
+        return Step(ticket, outcome=outcome)
+    if state is ticket.state:  # a repeat: nothing to do again
+        return Step(ticket)
+    moved = replace(ticket, state=state)
+    match event:
+        case DestinationArrived():
+            return Step(moved, (BeginCompute(),))
+        case AllSent():
+            return Step(moved, (RepeatCommit(),))
+        case CommitAnswered():
+            return Step(replace(moved, cause=Cause(FINISHED)), (Unpin(),))
+        case Ended(cause=cause):
+            return Step(replace(moved, cause=cause), (Unpin(), *_notices(cause)))
+        case _:
+            return Step(moved)
+
+
+def _notices(cause: Cause) -> tuple[TellDecode | TellGateway, ...]:
+    """Failures fan out both ways, but never back to the leg they came from."""
+    notices: list[TellDecode | TellGateway] = []
+    if cause.by != "decode":
+        notices.append(TellDecode(cause))
+    if cause.failed and cause.by != "gateway":
+        notices.append(TellGateway(cause))
+    return tuple(notices)

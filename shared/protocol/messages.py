@@ -1,0 +1,339 @@
+"""What goes over NATS. Frozen, closed (an unknown field is an error) and versioned; the golden files in
+`tests/unit/protocol/golden` make every change of the wire visible.
+
+Every message of a request carries `room` and `generation`: the ticket. Time on the wire is `remaining_s`, never a
+clock reading. KV bytes never travel here.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.protocol.packing import PackedBytes, PackedInts
+
+Room = Annotated[int, Field(gt=0, lt=1 << 63)]
+Generation = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class WireModel(BaseModel):
+    # A log probability may be -inf, which the default would write as null and no peer could read.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class SamplingSpec(WireModel):
+    """How tokens are chosen. The randomness of choice c at position p depends on (seed, c, p) alone."""
+
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    logit_bias: tuple[tuple[int, Finite], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """None: no logprobs. k: the chosen token's and those of the k best."""
+
+
+class TokenLogprob(WireModel):
+    """log softmax of the raw logits, before temperature, penalties and bias."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended of itself. An error is never one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class LinkAddress(WireModel):
+    """Where a worker's sidecar is reached. A sidecar that restarts has a new boot id."""
+
+    boot_id: str
+    host: str
+    port: Annotated[int, Field(ge=0, le=65535)]
+    socket: str
+    """Name of its socket in the IPC directory; peers that can open it are on the same host."""
+    backends: tuple[str, ...]
+
+
+class Geometry(WireModel):
+    """What may differ between two workers of one identity and would have to be converted."""
+
+    page_tokens: Annotated[int, Field(ge=1)]
+    components: tuple[str, ...]
+    unit_bytes: tuple[int, ...]
+
+
+class TicketMessage(WireModel):
+    room: Room
+    generation: Generation
+
+
+class Reserve(TicketMessage):
+    """Gateway to D: take pages for this prompt and its first decode steps, all or nothing."""
+
+    kind: Literal["reserve"] = "reserve"
+    v: Literal[1] = 1
+    request_id: str
+    gateway: str
+    prefill: str | None
+    """The P that will send the state; None: D computes the prompt itself (path=local)."""
+    identity: str
+    prompt: PackedInts
+    sampling: SamplingSpec
+    remaining_s: Seconds
+
+
+class Prefill(TicketMessage):
+    """Gateway to P: compute this prompt for that ticket once D's destination is there."""
+
+    kind: Literal["prefill"] = "prefill"
+    v: Literal[1] = 1
+    request_id: str
+    gateway: str
+    decode: str
+    identity: str
+    prompt: PackedInts
+    sampling: SamplingSpec
+    remaining_s: Seconds
+
+
+class Verdict(WireModel):
+    """The answer to reserve, prefill and cancel: yes, or the reason why not."""
+
+    kind: Literal["verdict"] = "verdict"
+    v: Literal[1] = 1
+    ok: bool
+    code: str = ""
+    message: str = ""
+    retry_after_s: Seconds | None = None
+
+
+class Destination(TicketMessage):
+    """D to P: where the state goes. Which physical pages is known to D's sidecar alone."""
+
+    kind: Literal["destination"] = "destination"
+    v: Literal[1] = 1
+    decode: str
+    identity: str
+    geometry: Geometry
+    link: LinkAddress
+    secret: PackedBytes
+    prefix_len: Annotated[int, Field(ge=0)] = 0
+    wire_formats: tuple[str, ...] = ("raw",)
+    remaining_s: Seconds
+
+
+class DestinationStatus(StrEnum):
+    ACCEPTED = "accepted"
+    UNKNOWN = "unknown"
+    DEAD = "dead"
+    REFUSED = "refused"
+
+
+class DestinationReply(WireModel):
+    kind: Literal["destination_reply"] = "destination_reply"
+    v: Literal[1] = 1
+    status: DestinationStatus
+    code: str = ""
+    message: str = ""
+
+
+class FirstToken(WireModel):
+    """The handoff token of one choice: sampled by P, has no KV yet. `finish` is set where it ends the choice."""
+
+    choice: Annotated[int, Field(ge=0)]
+    token: int
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+
+
+class ComponentDigest(WireModel):
+    name: str
+    num_bytes: Annotated[int, Field(ge=0)]
+    digest: str
+
+
+class PrefillTimings(WireModel):
+    """Seconds as P saw them."""
+
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    backend: str | None = None
+
+
+class Commit(TicketMessage):
+    """P to D: everything was sent. D takes over once its own counts and digests agree."""
+
+    kind: Literal["commit"] = "commit"
+    v: Literal[1] = 1
+    prefill: str
+    prompt_len: Annotated[int, Field(ge=1)]
+    first: tuple[FirstToken, ...]
+    components: tuple[ComponentDigest, ...]
+    wire_format: str = "raw"
+    timings: PrefillTimings = PrefillTimings()
+
+
+class CommitStatus(StrEnum):
+    COMMITTED = "committed"
+    PENDING = "pending"
+    DEAD = "dead"
+    FAILED = "failed"
+
+
+class CommitReply(WireModel):
+    kind: Literal["commit_reply"] = "commit_reply"
+    v: Literal[1] = 1
+    status: CommitStatus
+    code: str = ""
+    message: str = ""
+
+
+class TokenEntry(TicketMessage):
+    """Tokens `index`, `index + 1` … of one choice."""
+
+    choice: Annotated[int, Field(ge=0)]
+    index: Annotated[int, Field(ge=0)]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+
+
+class TicketTimings(WireModel):
+    """Seconds and bytes of a ticket, as D (and, through the commit, P) saw them."""
+
+    reserve_s: Seconds = 0.0
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    commit_s: Seconds = 0.0
+    bytes: tuple[tuple[str, int], ...] = ()
+    wire_format: str | None = None
+    backend: str | None = None
+
+
+class Tokens(WireModel):
+    """To a gateway: what a step produced for all of its requests. Repeats and overlaps are harmless: the gateway takes
+    the next expected index only."""
+
+    kind: Literal["tokens"] = "tokens"
+    v: Literal[1] = 1
+    sender: str
+    entries: tuple[TokenEntry, ...]
+    timings: tuple[tuple[int, TicketTimings], ...] = ()
+    """(room, timings), sent once with a ticket's first tokens."""
+
+
+class Replay(TicketMessage):
+    """Gateway to D: give me choice c from index k on, for each pair; also: is the ticket still alive?"""
+
+    kind: Literal["replay"] = "replay"
+    v: Literal[1] = 1
+    wanted: tuple[tuple[int, int], ...]
+
+
+class ReplayStatus(StrEnum):
+    LIVE = "live"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+class ReplayReply(WireModel):
+    kind: Literal["replay_reply"] = "replay_reply"
+    v: Literal[1] = 1
+    status: ReplayStatus
+    entries: tuple[TokenEntry, ...] = ()
+
+
+class Cancel(TicketMessage):
+    """End the ticket, or one choice of it. Of an unknown ticket it leaves a tombstone."""
+
+    kind: Literal["cancel"] = "cancel"
+    v: Literal[1] = 1
+    reason: str
+    choice: Annotated[int, Field(ge=0)] | None = None
+
+
+class Fail(TicketMessage):
+    """A leg failed; the first cause is kept and reaches the client."""
+
+    kind: Literal["fail"] = "fail"
+    v: Literal[1] = 1
+    sender: str
+    code: str
+    message: str
+
+
+class Pages(WireModel):
+    total: int
+    free: int
+    quarantined: int = 0
+    in_tickets: int = 0
+
+
+class WorkerReport(WireModel):
+    """A heartbeat: what a process is, and what it has right now."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    v: Literal[1] = 1
+    role: Literal["gateway", "prefill", "decode", "sidecar", "kvstore"]
+    id: str
+    boot_id: str
+    pid: int
+    host: str
+    http_port: int = 0
+    state: Literal["starting", "ready", "draining"] = "starting"
+    model: str | None = None
+    identity: str | None = None
+    geometry: Geometry | None = None
+    link: LinkAddress | None = None
+    max_model_len: int | None = None
+    max_choices: int | None = None
+    pages: Pages | None = None
+    slots: Pages | None = None
+    queues: dict[str, int] = {}
+    tickets: dict[str, int] = {}
+    counters: dict[str, float] = {}
+    settings: dict[str, str | int | float | bool | None] = {}
+    sequence: int = 0
+    """Rises by one with each report of a boot, so that a late one never overwrites a newer one."""
+
+    @property
+    def peer(self) -> str:
+        return f"{self.id}-{self.boot_id}"
+
+
+M = TypeVar("M", bound=WireModel)
+
+
+class MalformedMessage(ValueError):
+    """Bytes from the bus that are not a message of the expected kind."""
+
+
+def encode(message: WireModel) -> bytes:
+    return message.model_dump_json(exclude_defaults=False).encode()
+
+
+def decode(kind: type[M], data: bytes) -> M:
+    """The message in `data`, or MalformedMessage. Never raises anything else."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MalformedMessage(f"{kind.__name__}: {where}: {first['msg']}") from error

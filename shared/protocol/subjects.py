@@ -1,0 +1,51 @@
+"""Every NATS subject Baton uses: `baton.v1.<role>.<peer>.<verb>`, built here and nowhere else.
+
+<peer> is a process's name and boot id, so a message for an earlier incarnation reaches nobody (and the bus says so at
+once), never its successor. In the order of a request's life:
+
+    gateway  -> decode   reserve       pages for the prompt and the first steps, or no
+    gateway  -> prefill  prefill       the prompt
+    decode   -> prefill  destination   where the pages go; repeated until answered
+    prefill  -> gateway  tokens        token 0, repeated until answered
+    prefill  -> decode   commit        token 0, counts and digests; repeated until answered
+    decode   -> gateway  tokens        one message a step and gateway
+    gateway  -> decode   replay        tokens from k, after a gap or silence
+    any      -> any      cancel, fail  the end, both ways
+    any      -> all      heartbeat     what a process is and has
+"""
+
+import re
+
+PREFIX = "baton.v1"
+
+RESERVE = "reserve"
+PREFILL = "prefill"
+DESTINATION = "destination"
+COMMIT = "commit"
+TOKENS = "tokens"
+REPLAY = "replay"
+CANCEL = "cancel"
+FAIL = "fail"
+HEARTBEAT = "heartbeat"
+
+VERBS = (RESERVE, PREFILL, DESTINATION, COMMIT, TOKENS, REPLAY, CANCEL, FAIL, HEARTBEAT)
+ROLES = ("gateway", "prefill", "decode", "sidecar", "kvstore")
+_PEER = re.compile(r"[a-z0-9_-]{1,64}")
+
+
+def subject(role: str, peer: str, verb: str) -> str:
+    """The subject on which `peer` listens for `verb`."""
+    if role not in ROLES or verb not in VERBS:
+        raise ValueError(f"no such subject: {role}.{verb}")
+    if not _PEER.fullmatch(peer):
+        raise ValueError(f"not the name of a peer: {peer!r}")
+    return f"{PREFIX}.{role}.{peer}.{verb}"
+
+
+def all_heartbeats() -> str:
+    return f"{PREFIX}.*.*.{HEARTBEAT}"
+
+
+def hello() -> str:
+    """Whoever hears this sends its heartbeat at once; a gateway asks at its start."""
+    return f"{PREFIX}.all.hello"

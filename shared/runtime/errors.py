@@ -1,0 +1,180 @@
+"""Every failure Baton knows, as one tree.
+
+BatonError
+  ProtocolError        the wire: StaleGeneration, IdentityMismatch, UnknownRoom, DeadRoom
+  CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker
+  TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
+  EngineError          compute failed
+  RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
+
+Each leaf has a `code` that travels on the wire, an HTTP status, and says whether trying again may help.
+A peer's failure arrives as data (`code` and `message`) and becomes the same class again by `error_from_code`.
+"""
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of all; a bare BatonError is an internal error."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message or (type(self).__doc__ or type(self).__name__).strip())
+        self.message = str(self)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class ProtocolError(BatonError):
+    """A peer broke the protocol."""
+
+    code = "protocol_error"
+
+
+class StaleGeneration(ProtocolError):
+    """The message belongs to an older attempt."""
+
+    code = "stale_generation"
+
+
+class IdentityMismatch(ProtocolError):
+    """Two workers hold different weights, formats or tokenizers and refuse each other."""
+
+    code = "identity_mismatch"
+
+
+class UnknownRoom(ProtocolError):
+    """Nobody here has heard of that ticket."""
+
+    code = "unknown_room"
+    retryable = True
+
+
+class DeadRoom(ProtocolError):
+    """That ticket has ended."""
+
+    code = "dead_room"
+    retryable = True
+
+
+class CapacityError(BatonError):
+    """Not now."""
+
+    code = "overloaded"
+    http_status = 503
+    retryable = True
+
+
+class TicketDenied(CapacityError):
+    """The decode worker has no room for the request now."""
+
+    code = "ticket_denied"
+
+
+class PoolExhausted(CapacityError):
+    """No free pages are left."""
+
+    code = "pool_exhausted"
+
+
+class QueueFull(CapacityError):
+    """Too many requests are waiting."""
+
+    code = "queue_full"
+    http_status = 429
+
+
+class NoWorker(CapacityError):
+    """No worker that could serve the request is alive."""
+
+    code = "no_worker"
+
+
+class TransferError(BatonError):
+    """The state could not be moved."""
+
+    code = "transfer_failed"
+    retryable = True
+
+
+class PeerLost(TransferError):
+    """The other process is gone."""
+
+    code = "peer_lost"
+
+
+class Corrupt(TransferError):
+    """Digests disagree: the bytes that arrived are not the bytes that were sent."""
+
+    code = "corrupt_state"
+
+
+class TransferTimeout(TransferError):
+    """The transfer took longer than its deadline."""
+
+    code = "transfer_timeout"
+
+
+class TransferRefused(TransferError):
+    """The receiver's sidecar refused the transfer at the door."""
+
+    code = "transfer_refused"
+
+
+class EngineError(BatonError):
+    """The model could not be computed."""
+
+    code = "engine_error"
+    retryable = True
+
+
+class RequestError(BatonError):
+    """The request cannot be served as it stands."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidRequest(RequestError):
+    """Something in the request is wrong."""
+
+    code = "invalid_request"
+
+
+class ModelNotFound(RequestError):
+    """That model is not served here."""
+
+    code = "model_not_found"
+    http_status = 404
+
+
+class Cancelled(RequestError):
+    """The client went away or cancelled."""
+
+    code = "cancelled"
+    http_status = 499
+
+
+class DeadlineExceeded(RequestError):
+    """The request did not finish before its deadline."""
+
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+def _leaves(cls: type[BatonError]) -> dict[str, type[BatonError]]:
+    table = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        table.update(_leaves(sub))
+    return table
+
+
+def error_from_code(code: str, message: str) -> BatonError:
+    """The error a peer reported; an unknown code becomes an internal error that names it."""
+    found = _leaves(BatonError).get(code)
+    if found is None:
+        return BatonError(f"{code}: {message}")
+    return found(message)

@@ -1,0 +1,275 @@
+"""Settings of every process: what can be set, from where it is read, and how a mistake is explained.
+
+Highest first: flags (`--page-tokens 32`), `BATON_<ROLE>_<FIELD>`, `BATON_<FIELD>`, then the TOML file that
+`BATON_CONFIG` names: its section of the role, then its `[common]`. So every setting can differ per role. Nothing else
+reads the environment.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+PREFIX = "BATON_"
+CONFIG_VARIABLE = "BATON_CONFIG"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_NAME = re.compile(r"^[a-z0-9_-]{1,48}$")
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names it, where it came from and how to set it right."""
+
+
+def default_cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "baton"
+
+
+class CommonSettings(BaseSettings):
+    """What every process has."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_ignore_empty=True, env_parse_none_str="none", protected_namespaces=()
+    )
+    role: ClassVar[str] = ""
+
+    name: str = Field("", description="name in logs and reports; a-z, 0-9, '_', '-'. Default: the role")
+    nats_url: str = Field("nats://127.0.0.1:4222", description="where nats-server listens")
+    state_dir: Path = Field(Path(".baton/state"), description="where the process keeps its files")
+    cache_dir: Path = Field(default_factory=default_cache_dir, description="prepared models")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: Literal["human", "json", "bare"] = Field("human", description="bare: without the peer's name")
+    http_host: str = Field("127.0.0.1", description="address of /health and /metrics")
+    http_port: Port = Field(0, description="port of /health and /metrics; 0: a free one")
+    heartbeat_s: Seconds = Field(0.5, description="seconds between reports")
+    connect_timeout_s: Seconds = Field(30.0, description="how long to look for nats-server at the start")
+    shutdown_timeout_s: Seconds = Field(10.0, description="how long an ordered end may take")
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_token(cls, value: str) -> str:
+        value = value or cls.role
+        if not _NAME.match(value):
+            raise ValueError("may hold only a-z, 0-9, '_' and '-' (1 to 48 characters)")
+        return value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower_level(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = _read_file(os.environ.get(CONFIG_VARIABLE, ""), cls)
+        return (
+            init_settings,
+            EnvSettingsSource(settings_cls, env_prefix=f"{PREFIX}{cls.role.upper()}_"),
+            EnvSettingsSource(settings_cls, env_prefix=PREFIX),
+            InitSettingsSource(settings_cls, init_kwargs=file),
+        )
+
+    def public(self) -> dict[str, str | int | float | bool | None]:
+        """What may be shown: in reports and at the start of a log. Credentials in addresses are masked."""
+        shown: dict[str, str | int | float | bool | None] = {}
+        for field, value in self:
+            plain = value if value is None or isinstance(value, bool | int | float) else str(value)
+            shown[field] = re.sub(r"//[^/@]+@", "//***@", plain) if isinstance(plain, str) else plain
+        return shown
+
+
+class SidecarSettings(CommonSettings):
+    """The process that moves a worker's bytes."""
+
+    role: ClassVar[str] = "sidecar"
+
+    transfer: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on the same host, else tcp")
+    ipc_dir: Path | None = Field(None, description="sockets of the sidecars of one host. Default: STATE_DIR/ipc")
+    tcp_host: str = Field("127.0.0.1", description="address other hosts reach this sidecar at")
+
+
+class WorkerSettings(SidecarSettings):
+    """What prefill and decode workers have; each role has its own copy of every field."""
+
+    role: ClassVar[str] = ""
+
+    model: str = Field(DEFAULT_MODEL, description="name in `baton models`, a GGUF file, or a Hugging Face directory")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model is computed")
+    threads: Positive | None = Field(None, description="compute threads. Default: the host's cores, shared out")
+    page_tokens: Positive = Field(16, description="tokens in a page")
+    kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="memory for the state of requests, as in 1GiB")
+    num_pages: Positive | None = Field(None, description="pages of that memory, in place of kv_bytes")
+    max_running: Positive = Field(64, description="sequences in one step, and request slots")
+    prefill_chunk: Positive = Field(256, description="prompt tokens computed at a time")
+    max_step_tokens: Positive = Field(512, description="tokens of a step, prompts and running sequences together")
+    growth_tokens: Positive = Field(256, description="tokens beyond the prompt that a reservation makes room for")
+    max_model_len: Positive | None = Field(None, description="longest prompt and answer. Default: the model's")
+    faults: str = Field("", description="injected faults, for tests")
+
+    @field_validator("kv_bytes")
+    @classmethod
+    def _some_memory(cls, value: ByteSize) -> ByteSize:
+        if value < 1 << 16:
+            raise ValueError("is below 64KiB; give a size such as 1GiB")
+        return value
+
+    @model_validator(mode="after")
+    def _steps_hold_chunks(self) -> Self:
+        if self.max_step_tokens < self.prefill_chunk:
+            raise ValueError(
+                f"max_step_tokens ({self.max_step_tokens}) is below prefill_chunk ({self.prefill_chunk}); "
+                "raise the first or lower the second"
+            )
+        return self
+
+
+class PrefillSettings(WorkerSettings):
+    """A prefill worker."""
+
+    role: ClassVar[str] = "prefill"
+
+
+class DecodeSettings(WorkerSettings):
+    """A decode worker."""
+
+    role: ClassVar[str] = "decode"
+
+
+class KvstoreSettings(CommonSettings):
+    """A store of blocks."""
+
+    role: ClassVar[str] = "kvstore"
+
+
+class GatewaySettings(CommonSettings):
+    """The OpenAI-compatible front."""
+
+    role: ClassVar[str] = "gateway"
+
+    host: str = Field("127.0.0.1", description="address clients reach")
+    port: Port = Field(8000, description="port clients reach; 0: a free one")
+    model: str = Field(DEFAULT_MODEL, description="the model whose tokenizer and chat template are used")
+    body_limit_bytes: ByteSize = Field(ByteSize(8 << 20), description="largest request body, as in 8MiB")
+    request_timeout_s: Seconds = Field(600.0, description="deadline of a request that brings none")
+    queue_timeout_s: Seconds = Field(60.0, description="how long a request may wait for a worker with room")
+    max_queued: Positive = Field(512, description="requests that may wait; one more is answered 429")
+    max_active: Positive = Field(2048, description="requests in hand at once; one more is answered 429")
+    path: Literal["auto", "remote", "local"] = Field("auto", description="where a request without `path` prefills")
+    worker_timeout_s: Seconds = Field(2.0, description="a worker silent for so long is taken for lost")
+
+
+ROLES: dict[str, type[CommonSettings]] = {
+    cls.role: cls for cls in (GatewaySettings, PrefillSettings, DecodeSettings, KvstoreSettings, SidecarSettings)
+}
+S = TypeVar("S", bound=CommonSettings)
+
+
+def load_settings(cls: type[S], overrides: Mapping[str, object] | None = None) -> S:
+    """The settings of one process, or ConfigError. overrides: field -> value, as flags gave it."""
+    given: dict[str, Any] = {key: None if value == "none" else value for key, value in (overrides or {}).items()}
+    for key in given:
+        if key not in cls.model_fields:
+            raise ConfigError(f"{cls.role} has no setting {key!r}{_closest(key, cls.model_fields)}")
+    try:
+        return cls(**given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(cls, given, dict(item)) for item in error.errors())) from error
+    except SettingsError as error:
+        raise ConfigError(f"{cls.role}: {error}") from error
+
+
+def unknown_variables() -> list[str]:
+    """A line for each BATON_ variable that no role reads: most often a misspelling."""
+    known = {CONFIG_VARIABLE}
+    for cls in ROLES.values():
+        known.update(f"{PREFIX}{field}".upper() for field in cls.model_fields)
+        known.update(f"{PREFIX}{cls.role}_{field}".upper() for field in cls.model_fields)
+    names = sorted(key for key in os.environ if key.startswith(PREFIX) and key not in known)
+    return [f"{name} is set but nothing reads it{_closest(name, known)}" for name in names]
+
+
+def parse_flags(cls: type[CommonSettings], argv: Sequence[str]) -> dict[str, str]:
+    """Flags of one process as overrides; `--help` lists every setting with its names and default, and exits."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m services.{cls.role}",
+        description=f"{cls.__doc__} Each setting is a flag, BATON_{cls.role.upper()}_<FIELD>, BATON_<FIELD>, or a line "
+        f"under [{cls.role}] or [common] of the TOML file that BATON_CONFIG names; the first found counts.",
+        epilog=f"example: python -m services.{cls.role} --nats-url nats://127.0.0.1:4222 --log-level debug",
+        allow_abbrev=False,
+    )
+    for field, info in cls.model_fields.items():
+        default = info.get_default(call_default_factory=True, validated_data={})
+        shown = "" if default in (None, "") else f" [{_human(default)}]"
+        text = f"{info.description or ''}{shown}".replace("%", "%%")
+        parser.add_argument(f"--{field.replace('_', '-')}", dest=field, metavar="VALUE", help=text)
+    return {key: value for key, value in vars(parser.parse_args(argv)).items() if value is not None}
+
+
+def _human(value: object) -> str:
+    return value.human_readable() if isinstance(value, ByteSize) else str(value)
+
+
+def _read_file(path: str, cls: type[CommonSettings]) -> dict[str, Any]:
+    """The file's lines that concern `cls`: [common] below [role]. Unknown sections and keys are errors."""
+    if not path:
+        return {}
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{CONFIG_VARIABLE}={path}: {error}") from error
+    every_field = {field for role in ROLES.values() for field in role.model_fields}
+    for section, lines in content.items():
+        if section not in ROLES and section != "common":
+            raise ConfigError(f"{path}: no section [{section}]{_closest(section, [*ROLES, 'common'])}")
+        if not isinstance(lines, dict):
+            raise ConfigError(f"{path}: {section} must be a section, as in [{section}]")
+        allowed = every_field if section == "common" else set(ROLES[section].model_fields)
+        for key in lines:
+            if key not in allowed:
+                raise ConfigError(f"{path}: [{section}] has no setting {key!r}{_closest(key, allowed)}")
+    common = {key: value for key, value in content.get("common", {}).items() if key in cls.model_fields}
+    return {**common, **content.get(cls.role, {})}
+
+
+def _explain(cls: type[CommonSettings], given: Mapping[str, object], item: Mapping[str, Any]) -> str:
+    problem = str(item["msg"]).removeprefix("Value error, ")
+    if not item["loc"]:
+        return f"{cls.role}: {problem}"
+    field = str(item["loc"][0])
+    names = [f"{PREFIX}{cls.role}_{field}".upper(), f"{PREFIX}{field}".upper()]
+    flag = f"--{field.replace('_', '-')}"
+    found = next((name for name in names if os.environ.get(name)), os.environ.get(CONFIG_VARIABLE, "the default"))
+    source = flag if field in given else found
+    return (
+        f"{cls.role}: {field}: {problem} (got {item['input']!r} from {source}). "
+        f"Set it by {flag}, {names[0]}, or `{field} = …` under [{cls.role}] in the {CONFIG_VARIABLE} file."
+    )
+
+
+def _closest(word: str, known: Any) -> str:
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""

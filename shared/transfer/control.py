@@ -1,0 +1,130 @@
+"""What a worker and its own sidecar say over their private socket: length-prefixed JSON, requests with ids.
+
+The worker's first byte carries its pool's descriptor; then `Attach`, answered by `Ready`. The end of the stream ends
+the sidecar. Requests are carried out as they come and answered in any order.
+"""
+
+import asyncio
+import struct
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, Room, WireModel
+from shared.protocol.packing import PackedBytes
+from shared.state.layout import PoolLayout
+from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+POOL_BYTE = b"P"
+_LENGTH = struct.Struct("!I")
+
+
+class Attach(WireModel):
+    kind: Literal["attach"] = "attach"
+    layout: PoolLayout
+
+
+class Ready(WireModel):
+    kind: Literal["ready"] = "ready"
+    address: LinkAddress
+
+
+class Request(WireModel):
+    id: int
+    room: Room
+    generation: Generation
+
+    @property
+    def key(self) -> TicketKey:
+        return TicketKey(self.room, self.generation)
+
+
+class Open(Request):
+    kind: Literal["open"] = "open"
+    secret: PackedBytes
+    units: tuple[tuple[int, ...], ...]
+
+
+class Send(Request):
+    kind: Literal["send"] = "send"
+    secret: PackedBytes
+    peer: LinkAddress
+    pieces: tuple[Piece, ...]
+
+
+class Ask(Request):
+    kind: Literal["received", "fence", "sent", "forget"]
+
+
+class Ping(WireModel):
+    kind: Literal["ping"] = "ping"
+    id: int
+
+
+class Reply(WireModel):
+    kind: Literal["reply"] = "reply"
+    id: int
+    code: str = ""
+    message: str = ""
+    receipt: tuple[ComponentDigest, ...] = ()
+    counters: dict[str, int] = {}
+    """In the answer to a ping."""
+
+
+class Moving(WireModel):
+    """A ticket's first transfer starts: `receiving` it was let in, else it is sent."""
+
+    kind: Literal["moving"] = "moving"
+    room: Room
+    generation: Generation
+    backend: str
+    receiving: bool
+
+
+FromWorker = Annotated[Attach | Open | Send | Ask | Ping, Field(discriminator="kind")]
+FromSidecar = Annotated[Ready | Reply | Moving, Field(discriminator="kind")]
+FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
+FROM_SIDECAR: TypeAdapter[FromSidecar] = TypeAdapter(FromSidecar)
+
+
+class ControlError(Exception):
+    """The other side of the control socket broke the protocol."""
+
+
+def frame(message: WireModel) -> bytes:
+    body = message.model_dump_json().encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message, None at the end of the stream. Raises ControlError for a frame that is too long."""
+    try:
+        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if size > MAX_FRAME_BYTES:
+            raise ControlError(f"a control message of {size} bytes")
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def from_worker(body: bytes) -> FromWorker:
+    try:
+        return FROM_WORKER.validate_json(body)
+    except ValidationError as error:
+        raise ControlError(str(error)) from error
+
+
+def from_sidecar(body: bytes) -> FromSidecar:
+    try:
+        return FROM_SIDECAR.validate_json(body)
+    except ValidationError as error:
+        raise ControlError(str(error)) from error
+
+
+def digests_of(receipt: Receipt) -> tuple[ComponentDigest, ...]:
+    return tuple(ComponentDigest(name=one.name, num_bytes=one.num_bytes, digest=one.digest) for one in receipt)
+
+
+def receipt_of(digests: tuple[ComponentDigest, ...]) -> Receipt:
+    return tuple(ComponentReceipt(one.name, one.num_bytes, one.digest) for one in digests)

@@ -1,0 +1,249 @@
+"""Links inside one process, on one event loop, without threads or sockets: for simulation and for tests of flows.
+
+They go through the same door, signatures, copies and digests as the real ones, so that only the wire is fake. All
+waiting is on the loop, which may run on virtual time. A policy injects delays and failures.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.protocol.messages import LinkAddress
+from shared.runtime.errors import PeerLost, TransferError, TransferRefused
+from shared.state.layout import PoolLayout
+from shared.transfer.backend import Digests
+from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.ledger import Ledger
+from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.pool import Pool, Run
+from shared.transfer.wire import Header, WirePiece, sign
+
+_NAME = "fake"
+_NONCE = b"no wire, no replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """What happens to one transfer. delay_s: before it is let in. layer_delay_s: before each layer is written.
+    lost: it is let in and then nothing comes, until it is fenced or forgotten. corrupt: the first byte written is
+    spoiled. error: it fails with this after it was let in."""
+
+    delay_s: float = 0.0
+    layer_delay_s: float = 0.0
+    lost: bool = False
+    corrupt: bool = False
+    error: TransferError | None = None
+
+
+Policy = Callable[[TicketKey, tuple[Piece, ...]], Mishap]
+
+
+def no_mishap(key: TicketKey, pieces: tuple[Piece, ...]) -> Mishap:
+    return Mishap()
+
+
+class FakeNetwork:
+    """Knows the links by boot id. `policy` is asked once for each transfer."""
+
+    def __init__(self, policy: Policy = no_mishap) -> None:
+        self.policy = policy
+        self.links: dict[str, FakeLink] = {}
+        self._numbers = itertools.count(1)
+
+    def new_boot_id(self) -> str:
+        return f"fake{next(self._numbers):04d}"
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    ledger: Ledger
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end what is under way."""
+    still: asyncio.Event = field(default_factory=asyncio.Event)
+    under_way: int = 0
+    moved: bool = False
+
+
+class FakeLink:
+    """A Link over `buffer`, a writable pool of `layout`. `restart` is what the death of a real sidecar looks like."""
+
+    def __init__(
+        self,
+        network: FakeNetwork,
+        layout: PoolLayout,
+        buffer: memoryview,
+        on_restart: Callable[[], None] | None = None,
+    ) -> None:
+        self._network, self._layout, self._pool = network, layout, Pool(layout, buffer)
+        self._on_restart = on_restart
+        self._first_bytes: dict[TicketKey, Callable[[TicketKey], None]] = {}
+        self._sending: dict[TicketKey, _Outgoing] = {}
+        self._received_backend: dict[TicketKey, str] = {}
+        self.restarts = 0
+        self._boot()
+
+    @property
+    def address(self) -> LinkAddress:
+        return LinkAddress(boot_id=self._boot_id, host=_NAME, port=0, socket="", backends=(_NAME,))
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Of the door."""
+        return self.door.snapshot()[1]
+
+    async def open(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        units: tuple[tuple[int, ...], ...],
+        on_first_bytes: Callable[[TicketKey], None],
+    ) -> None:
+        self.door.open(key, secret, units)
+        self._first_bytes[key] = on_first_bytes
+
+    async def received(self, key: TicketKey) -> Receipt:
+        return self.door.received(key)
+
+    async def fence(self, key: TicketKey) -> None:
+        if key not in self._first_bytes:
+            return
+        quiesced = asyncio.Event()
+        self.door.fence(key, quiesced.set)
+        await quiesced.wait()
+        self._first_bytes.pop(key, None)
+        self._received_backend.pop(key, None)
+
+    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+        ticket = self._sending.setdefault(key, _Outgoing(Ledger(self._layout.components)))
+        ticket.under_way += 1
+        try:
+            async with ticket.turn:
+                digests = await self._transfer(ticket, key, secret, peer, pieces)
+                for piece, layers in zip(pieces, digests, strict=True):
+                    ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+        finally:
+            ticket.under_way -= 1
+            if not ticket.under_way:
+                ticket.still.set()
+
+    async def sent(self, key: TicketKey) -> Receipt:
+        ticket = self._sending.get(key)
+        return (ticket.ledger if ticket else Ledger(self._layout.components)).receipt()
+
+    async def forget(self, key: TicketKey) -> None:
+        ticket = self._sending.get(key)
+        if ticket is None:
+            return
+        ticket.stop.set()
+        while ticket.under_way:
+            ticket.still.clear()
+            await ticket.still.wait()
+        if self._sending.get(key) is ticket:
+            del self._sending[key]
+
+    def actual_backend(self, key: TicketKey) -> str | None:
+        ticket = self._sending.get(key)
+        return _NAME if ticket is not None and ticket.moved else self._received_backend.get(key)
+
+    async def restart(self) -> None:
+        """Everything pending fails, every receiving ticket is quiesced, and the link comes back under a new boot id."""
+        await self.close()
+        self._boot()
+        self.restarts += 1
+        if self._on_restart is not None:
+            self._on_restart()
+
+    async def close(self) -> None:
+        self._network.links.pop(self._boot_id, None)
+        for key in list(self._sending):
+            await self.forget(key)
+        for key in list(self._first_bytes):
+            await self.fence(key)
+
+    def _boot(self) -> None:
+        self._boot_id = self._network.new_boot_id()
+        self.door = Door(self._layout, self._announce)
+        self._network.links[self._boot_id] = self
+
+    def _announce(self, key: TicketKey, backend: str) -> None:
+        self._received_backend[key] = backend
+        asyncio.get_running_loop().call_soon(self._first_bytes[key], key)
+
+    async def _transfer(
+        self, ticket: _Outgoing, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]
+    ) -> Digests:
+        mishap = self._network.policy(key, pieces)
+        await _pause(ticket.stop, mishap.delay_s)
+        other = self._network.links.get(peer.boot_id)
+        if other is None:
+            raise PeerLost("the peer's sidecar is gone")
+        runs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in pieces]
+        if other._layout.components != self._layout.components:
+            raise TransferRefused("geometry: the peer's state is cut differently")
+        if not all(self._pool.holds(run) for run in runs):
+            raise TransferRefused("bad_source: no such units here")
+        grant = other._admit(self._header(key, pieces), secret, ticket.stop.set)
+        ticket.moved = True
+        try:
+            written, digests = await self._write(ticket, other, grant, runs, mishap)
+            if not other.door.landed(grant, written):
+                raise PeerLost("the ticket was fenced meanwhile")
+            return digests
+        finally:
+            other.door.leave(grant)
+
+    def _header(self, key: TicketKey, pieces: tuple[Piece, ...]) -> Header:
+        wire = tuple(
+            WirePiece(
+                component=piece.component,
+                num_layers=self._pool.num_layers(piece.component),
+                first_unit=piece.first_unit,
+                num_units=len(piece.units),
+                rows_in_last=piece.rows_in_last,
+            )
+            for piece in pieces
+        )
+        return Header(room=key.room, generation=key.generation, sequence=0, pieces=wire)
+
+    def _admit(self, header: Header, secret: bytes, stop: Callable[[], None]) -> Grant:
+        raw = header.model_dump_json().encode()
+        try:
+            return self.door.admit(header, raw, sign(secret, _NONCE, 0, raw), _NONCE, _NAME, stop)
+        except Refused as error:
+            self.door.count(f"refused_{error.reason}")
+            raise
+
+    async def _write(
+        self, ticket: _Outgoing, other: "FakeLink", grant: Grant, runs: list[Run], mishap: Mishap
+    ) -> tuple[Digests, Digests]:
+        """(digests of what was written, digests of the source). Nothing is written once the transfer is stopped."""
+        written: Digests = []
+        digests: Digests = []
+        await _pause(ticket.stop, None if mishap.lost else 0.0)
+        if mishap.error is not None:
+            raise mishap.error
+        for theirs, mine in zip(runs, grant.runs, strict=True):
+            written.append([])
+            digests.append([])
+            for layer in range(self._pool.num_layers(theirs.component)):
+                if mishap.layer_delay_s:
+                    await _pause(ticket.stop, mishap.layer_delay_s)
+                digests[-1].append(self._pool.digests(theirs, layer))
+                found = other._pool.copy_from(self._pool, theirs, mine, layer)
+                if mishap.corrupt and layer == 0:
+                    other._pool.flip_byte(mine, layer)
+                    found = other._pool.digests(mine, layer)
+                written[-1].append(found)
+        return written, digests
+
+
+async def _pause(stop: asyncio.Event, delay_s: float | None) -> None:
+    """Waits (for ever if None); PeerLost as soon as the transfer is stopped."""
+    try:
+        async with asyncio.timeout(delay_s):
+            await stop.wait()
+    except TimeoutError:
+        return
+    raise PeerLost("the transfer was stopped")

@@ -1,0 +1,184 @@
+"""The receiving half that backends share: accept, greet, and let transfers in one after the other.
+
+Each connection has a thread of its own and ends with it. A peer that breaks the protocol loses its connection; a
+transfer that is refused does not cost it the connection. Either way it is counted at the door.
+"""
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from shared.runtime.errors import PeerLost, TransferError
+from shared.state.components import StateComponent
+from shared.transfer.backend import Digests, Timing
+from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.wire import (
+    MAC_BYTES,
+    NONCE_BYTES,
+    Answer,
+    Connection,
+    Greeting,
+    Header,
+    Hello,
+    Malformed,
+    parse,
+)
+
+_log = logging.getLogger(__name__)
+_MAX_CONNECTIONS = 256
+_JOIN_S = 5.0
+
+
+class Mover(Protocol):
+    """How a backend lands the bytes of one peer's transfers."""
+
+    def check(self, header: Header) -> None:
+        """Raises Refused if the sender's side of the header makes no sense. Before anything is written."""
+
+    def stop(self) -> None:
+        """From another thread: makes `land` end soon. The grant is marked as stopped already."""
+
+    def land(self, grant: Grant) -> Digests:
+        """Writes the units of the grant and returns the digests of what was written. Gives up once it is stopped."""
+
+
+class Listener:
+    """Owns a listening socket and the threads of its connections."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        boot_id: str,
+        door: Door,
+        greet: Callable[[Connection], Mover],
+        timing: Timing,
+    ) -> None:
+        self._sock, self._name, self._boot_id, self._door = sock, name, boot_id, door
+        self._greet, self._timing = greet, timing
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, Connection] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends every connection and returns when nothing is written through this listener any more."""
+        self._closing.set()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            _log.debug("listener %s was not listening", self._name)
+        self._thread.join(_JOIN_S)
+        self._sock.close()
+        with self._lock:
+            serving = dict(self._connections)
+        for thread, connection in serving.items():
+            connection.abort()
+            thread.join(_JOIN_S)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                # Out of descriptors, or a peer that left before it was accepted: the listener must survive both.
+                if not self._closing.wait(0.05):
+                    _log.warning("%s: accept failed: %s", self._name, error)
+                continue
+            with self._lock:
+                if self._closing.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
+                    self._door.count("refused_too_many_connections")
+                    sock.close()
+                    continue
+                connection = Connection(sock, self._timing.stall_s)
+                thread = threading.Thread(
+                    target=self._run, args=(connection,), name=f"{self._name}-receive", daemon=True
+                )
+                self._connections[thread] = connection
+                thread.start()
+
+    def _run(self, connection: Connection) -> None:
+        try:
+            self._serve(connection)
+        except PeerLost:
+            self._door.count("connections_ended")
+        except TransferError as error:
+            reason = error.reason if isinstance(error, Refused) else _first_word(error)
+            self._door.count(f"refused_{reason}")
+            _tell(connection, Answer(ok=False, reason=reason, message=str(error)))
+        except Exception:
+            self._door.count("connection_errors")
+            _log.exception("%s: a connection failed", self._name)
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.pop(threading.current_thread(), None)
+
+    def _serve(self, connection: Connection) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection.send(Hello(boot_id=self._boot_id, nonce=nonce))
+        mover = self._greet(connection)
+        connection.send(Answer(ok=True))
+        sequence, trusted = 0, False
+        while True:
+            frame = connection.receive_frame(may_wait=trusted)
+            mac, raw = frame[:MAC_BYTES], frame[MAC_BYTES:]
+            header = parse(Header, raw)
+            if header.sequence != sequence:
+                raise Malformed("malformed: the sequence is broken")
+            sequence += 1
+            try:
+                mover.check(header)
+                grant = self._door.admit(header, raw, mac, nonce, self._name, mover.stop)
+            except Refused as error:
+                self._door.count(f"refused_{error.reason}")
+                connection.send(Answer(ok=False, reason=error.reason, message=str(error)))
+                continue
+            trusted = True
+            connection.send(self._transfer(mover, grant))
+
+    def _transfer(self, mover: Mover, grant: Grant) -> Answer:
+        try:
+            digests = mover.land(grant)
+            done = self._door.landed(grant, digests)
+        finally:
+            self._door.leave(grant)
+        if not done:
+            return Answer(ok=False, reason="fenced", message="the ticket was fenced meanwhile")
+        self._door.count("landed")
+        return Answer(ok=True)
+
+
+def greeting(body: bytes, own: tuple[StateComponent, ...]) -> Greeting:
+    """The peer's greeting, or Refused where its state is cut differently from ours: then the first difference is
+    named."""
+    theirs = parse(Greeting, body)
+    if theirs.layout.components != own:
+        raise Refused("geometry", _difference(theirs.layout.components, own))
+    return theirs
+
+
+def _difference(theirs: tuple[StateComponent, ...], own: tuple[StateComponent, ...]) -> str:
+    if len(theirs) != len(own):
+        return f"{len(theirs)} components, not {len(own)}"
+    for a, b in zip(theirs, own, strict=True):
+        for name in ("name", "index", "unit_tokens", "outer", "inner", "dtype", "layers", "shard_axis"):
+            if getattr(a, name) != getattr(b, name):
+                return f"component {b.name}: {name} is {getattr(a, name)}, not {getattr(b, name)}"
+    return "no difference"
+
+
+def _first_word(error: TransferError) -> str:
+    return error.message.split(":")[0] if isinstance(error, Malformed) else error.code
+
+
+def _tell(connection: Connection, answer: Answer) -> None:
+    """A last word to a peer that is about to be cut off; it may be gone already."""
+    try:
+        connection.send(answer)
+    except TransferError:
+        return

@@ -1,0 +1,275 @@
+"""The worker's side of its sidecar: `Link` over the control socket, and the sidecar's supervision.
+
+A sidecar that dies fails everything pending with PeerLost at once; the tickets it was receiving are quiesced by its
+death, which is waited for; a new one is started under a new boot id. Imports no torch and neither does the sidecar.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from shared.protocol.messages import LinkAddress
+from shared.runtime.errors import PeerLost, TransferError
+from shared.state.layout import PoolLayout
+from shared.transfer.control import Ask, Moving, Open, Reply, Send, receipt_of
+from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.sidecar_process import SidecarProcess
+
+_log = logging.getLogger(__name__)
+_LONGEST_BACKOFF_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarOptions:
+    """How the worker wants its sidecar.
+
+    name: of the sidecar in reports. ipc_dir: directory of the sockets by which sidecars of one host find each other.
+    nats_url: for heartbeats; none without. transfer: `auto` (shm where the peer is on this host, else tcp), `shm` or
+    `tcp`. tcp_host: what peers are told and, unless listen_host says otherwise, where to listen. What is None is left
+    to the sidecar's own settings. arguments: further flags of `python -m services.sidecar`.
+    """
+
+    name: str
+    ipc_dir: Path
+    nats_url: str = ""
+    transfer: str | None = None
+    tcp_host: str | None = None
+    tcp_port: int | None = None
+    listen_host: str | None = None
+    arguments: tuple[str, ...] = ()
+    start_timeout_s: float = 20.0
+    fence_timeout_s: float = 5.0
+    """A sidecar that does not answer fence or forget within this is killed: its death is the proof."""
+    ping_interval_s: float = 1.0
+    hang_timeout_s: float = 10.0
+
+    def flags(self) -> tuple[str, ...]:
+        pairs = {
+            "--name": self.name,
+            "--ipc-dir": self.ipc_dir,
+            "--nats-url": self.nats_url,
+            "--transfer": self.transfer,
+            "--tcp-host": self.tcp_host,
+            "--tcp-port": self.tcp_port,
+            "--listen-host": self.listen_host,
+        }
+        given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
+        return (*given, *self.arguments)
+
+
+class SidecarLink:
+    """Made by `start`; `close` ends the sidecar. The pool's descriptor stays the caller's and must outlive the link.
+
+    on_lost(keys): a sidecar died and is proven dead; these receiving tickets are quiesced and will never fill.
+    on_restart(): a new one is up, `address` is new. Both are called on the loop.
+    """
+
+    def __init__(
+        self,
+        options: SidecarOptions,
+        pool_fd: int,
+        layout: PoolLayout,
+        on_restart: Callable[[], None] | None = None,
+        on_lost: Callable[[tuple[TicketKey, ...]], None] | None = None,
+    ) -> None:
+        self._options, self._pool_fd, self._layout = options, pool_fd, layout
+        self._on_restart, self._on_lost = on_restart, on_lost
+        self._child: SidecarProcess | None = None
+        self._address: LinkAddress | None = None
+        self._receiving: dict[TicketKey, tuple[SidecarProcess, Callable[[TicketKey], None]]] = {}
+        self._sending: dict[TicketKey, SidecarProcess] = {}
+        self._backends: dict[TicketKey, str] = {}
+        self._supervisor: asyncio.Task[None] | None = None
+        self.restarts = 0
+
+    @classmethod
+    async def start(
+        cls,
+        options: SidecarOptions,
+        pool_fd: int,
+        layout: PoolLayout,
+        on_restart: Callable[[], None] | None = None,
+        on_lost: Callable[[tuple[TicketKey, ...]], None] | None = None,
+    ) -> Self:
+        """Returns when the sidecar is up. Raises PeerLost if it does not come up."""
+        link = cls(options, pool_fd, layout, on_restart, on_lost)
+        await link._spawn()
+        supervisor = asyncio.create_task(link._supervise(), name="sidecar-supervisor")  # noqa: TID251 - `close` ends it
+        link._supervisor = supervisor
+        return link
+
+    @property
+    def address(self) -> LinkAddress:
+        if self._address is None:
+            raise PeerLost("the sidecar was never up")
+        return self._address
+
+    @property
+    def pid(self) -> int | None:
+        """The sidecar's process, None while it is down."""
+        return self._child.pid if self._child else None
+
+    async def open(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        units: tuple[tuple[int, ...], ...],
+        on_first_bytes: Callable[[TicketKey], None],
+    ) -> None:
+        child = self._alive()
+        if key in self._receiving:
+            raise TransferError("the ticket is open")
+        self._receiving[key] = (child, on_first_bytes)
+        id = child.next_id()
+        request = Open(id=id, room=key.room, generation=key.generation, secret=secret, units=units)
+        try:
+            await child.request(request, id)
+        except TransferError:
+            raise
+        except Exception:
+            # Refused by the door: nothing was opened, so there is nothing to fence.
+            del self._receiving[key]
+            raise
+
+    async def received(self, key: TicketKey) -> Receipt:
+        entry = self._receiving.get(key)
+        reply = await self._ask("received", key, entry[0] if entry else self._alive())
+        return receipt_of(reply.receipt)
+
+    async def fence(self, key: TicketKey) -> None:
+        entry = self._receiving.get(key)
+        if entry is None:
+            return
+        await self._ask_or_kill("fence", key, entry[0])
+        if self._receiving.get(key) is entry:
+            del self._receiving[key]
+            self._backends.pop(key, None)
+
+    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+        child = self._alive()
+        if self._sending.setdefault(key, child) is not child:
+            raise PeerLost("the sidecar restarted under the ticket")
+        id = child.next_id()
+        request = Send(id=id, room=key.room, generation=key.generation, secret=secret, peer=peer, pieces=pieces)
+        await child.request(request, id)
+
+    async def sent(self, key: TicketKey) -> Receipt:
+        reply = await self._ask("sent", key, self._sending.get(key) or self._alive())
+        return receipt_of(reply.receipt)
+
+    async def forget(self, key: TicketKey) -> None:
+        child = self._sending.get(key)
+        if child is None:
+            return
+        await self._ask_or_kill("forget", key, child)
+        if self._sending.get(key) is child:
+            del self._sending[key]
+            self._backends.pop(key, None)
+
+    def actual_backend(self, key: TicketKey) -> str | None:
+        return self._backends.get(key)
+
+    async def counters(self) -> dict[str, int]:
+        """What the sidecar counted since its start: admitted, landed, refused by reason, sent by backend."""
+        return await self._alive().ping()
+
+    async def close(self) -> None:
+        """Ends the sidecar; when it returns nothing of the pool is read or written by it. Idempotent."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+            self._supervisor = None
+        child, self._child = self._child, None
+        if child is not None:
+            await child.close()
+            child.unlink_socket(self._options.ipc_dir)
+        self._receiving.clear()
+        self._sending.clear()
+        self._backends.clear()
+
+    def _alive(self) -> SidecarProcess:
+        if self._child is None:
+            raise PeerLost("the worker's own sidecar is down")
+        return self._child
+
+    async def _ask(self, what: str, key: TicketKey, child: SidecarProcess) -> Reply:
+        id = child.next_id()
+        request = Ask.model_validate({"id": id, "kind": what, "room": key.room, "generation": key.generation})
+        return await child.request(request, id)
+
+    async def _ask_or_kill(self, what: str, key: TicketKey, child: SidecarProcess) -> None:
+        """Returns when the sidecar says it is done, or is dead."""
+        try:
+            async with asyncio.timeout(self._options.fence_timeout_s):
+                await self._ask(what, key, child)
+        except (TimeoutError, PeerLost) as error:
+            if isinstance(error, TimeoutError):
+                _log.error("the sidecar %d did not answer %s: it is killed", child.pid, what)
+            child.kill()
+            await child.gone.wait()
+
+    def _moving(self, event: Moving) -> None:
+        key = TicketKey(event.room, event.generation)
+        entry = self._receiving.get(key) if event.receiving else None
+        if entry is None and (event.receiving or key not in self._sending):
+            return
+        self._backends[key] = event.backend
+        if entry is not None:
+            entry[1](key)
+
+    async def _spawn(self) -> None:
+        options = self._options
+        self._child = await SidecarProcess.start(
+            options.flags(), self._pool_fd, self._layout, self._moving, options.start_timeout_s
+        )
+        self._address = self._child.address
+
+    async def _supervise(self) -> None:
+        while True:
+            child = self._alive()
+            await self._watch(child)
+            _log.error("the sidecar %d is gone", child.pid)
+            self._child = None
+            child.unlink_socket(self._options.ipc_dir)
+            self._declare_lost(child)
+            await self._restart()
+            self.restarts += 1
+            if self._on_restart is not None:
+                self._on_restart()
+
+    async def _watch(self, child: SidecarProcess) -> None:
+        """Returns when `child` is gone; kills it if it hangs."""
+        while not child.gone.is_set():
+            try:
+                async with asyncio.timeout(self._options.ping_interval_s):
+                    await child.gone.wait()
+            except TimeoutError:
+                try:
+                    async with asyncio.timeout(self._options.hang_timeout_s):
+                        await child.ping()
+                except TimeoutError:
+                    _log.error("the sidecar %d hangs: it is killed", child.pid)
+                    child.kill()
+                except PeerLost:
+                    await child.gone.wait()
+
+    def _declare_lost(self, child: SidecarProcess) -> None:
+        lost = tuple(key for key, entry in self._receiving.items() if entry[0] is child)
+        for key in lost:
+            del self._receiving[key]
+            self._backends.pop(key, None)
+        if self._on_lost is not None:
+            self._on_lost(lost)
+
+    async def _restart(self) -> None:
+        delay_s = 0.05
+        while True:
+            try:
+                return await self._spawn()
+            except (PeerLost, OSError) as error:
+                _log.error("the sidecar does not start: %s", error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LONGEST_BACKOFF_S)

@@ -1,0 +1,176 @@
+"""One incarnation of a worker's sidecar: a child process, its control socket, and the proof of its death.
+
+`gone` is set only once the process has been waited for: then its mapping of the pool is gone too, and nothing it was
+told to write can be written any more.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+from shared.protocol.messages import LinkAddress, WireModel
+from shared.runtime.errors import PeerLost, error_from_code
+from shared.state.layout import PoolLayout
+from shared.transfer.control import (
+    POOL_BYTE,
+    Attach,
+    ControlError,
+    Moving,
+    Ping,
+    Ready,
+    Reply,
+    frame,
+    from_sidecar,
+    read_frame,
+)
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 3.0
+
+
+class SidecarProcess:
+    """Made by `start`. on_moving is called on the loop."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_moving: Callable[[Moving], None],
+    ) -> None:
+        self.gone = asyncio.Event()
+        self.pid = process.pid
+        self._process, self._reader, self._writer, self._on_moving = process, reader, writer, on_moving
+        self._ids: Iterator[int] = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._ready: asyncio.Future[LinkAddress] = asyncio.get_running_loop().create_future()
+        self._lost: PeerLost | None = None
+        self._task = asyncio.create_task(self._read(), name="sidecar-control")  # noqa: TID251 - ends with the process
+
+    @classmethod
+    async def start(
+        cls,
+        arguments: tuple[str, ...],
+        pool_fd: int,
+        layout: PoolLayout,
+        on_moving: Callable[[Moving], None],
+        timeout_s: float,
+    ) -> Self:
+        """Starts the process and waits until peers can reach it. Raises PeerLost if it does not come up."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "services.sidecar",
+                "--control-fd",
+                str(theirs.fileno()),
+                *arguments,
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        socket.send_fds(ours, [POOL_BYTE], [pool_fd])
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        child = cls(process, reader, writer, on_moving)
+        writer.write(frame(Attach(layout=layout)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(child._ready)
+        except BaseException as error:
+            child.kill()
+            await child.gone.wait()
+            if isinstance(error, TimeoutError):
+                raise PeerLost(f"the sidecar did not come up within {timeout_s} s") from error
+            raise
+        return child
+
+    @property
+    def address(self) -> LinkAddress:
+        return self._ready.result()
+
+    async def request(self, message: WireModel, id: int) -> Reply:
+        """The answer; raises the error it carries, or PeerLost as soon as the process is gone."""
+        if self._lost is not None:
+            raise self._lost
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = future
+        try:
+            self._writer.write(frame(message))
+            reply = await future
+        finally:
+            self._waiting.pop(id, None)
+        if reply.code:
+            raise error_from_code(reply.code, reply.message)
+        return reply
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def ping(self) -> dict[str, int]:
+        """The sidecar's counters."""
+        id = self.next_id()
+        return (await self.request(Ping(id=id), id)).counters
+
+    def kill(self) -> None:
+        """Ends the process at once; `gone` follows."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def close(self) -> None:
+        """Lets the process end by itself, and kills it if it does not. Returns when it is gone."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.gone.wait()
+        except TimeoutError:
+            self.kill()
+            await self.gone.wait()
+        await self._task
+
+    def unlink_socket(self, ipc_dir: Path) -> None:
+        """Removes what a killed sidecar left behind."""
+        if self._ready.done() and self._ready.exception() is None and self.address.socket:
+            (ipc_dir / self.address.socket).unlink(missing_ok=True)
+
+    async def _read(self) -> None:
+        try:
+            while (body := await read_frame(self._reader)) is not None:
+                self._deliver(body)
+        except ControlError:
+            _log.exception("the sidecar %d does not speak our protocol", self.pid)
+        finally:
+            self._writer.close()
+            self._fail(PeerLost("the worker's own sidecar is gone"))
+            # Closing the control socket ends a healthy sidecar; one that hangs must not outlive this.
+            kill = asyncio.get_running_loop().call_later(_CLOSE_S, self.kill)
+            await self._process.wait()
+            kill.cancel()
+            self.gone.set()
+
+    def _deliver(self, body: bytes) -> None:
+        message = from_sidecar(body)
+        if isinstance(message, Ready):
+            if not self._ready.done():
+                self._ready.set_result(message.address)
+        elif isinstance(message, Moving):
+            self._on_moving(message)
+        else:
+            future = self._waiting.get(message.id)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def _fail(self, error: PeerLost) -> None:
+        self._lost = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

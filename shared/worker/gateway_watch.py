@@ -1,0 +1,63 @@
+"""Workers watch the gateways they work for: a ticket whose gateway is gone has nobody to answer to."""
+
+from collections.abc import Callable, Iterable
+
+from shared.bus.base import Bus, Message, Subscription
+from shared.protocol import subjects
+from shared.protocol.messages import MalformedMessage, WorkerReport, decode
+from shared.runtime.clock import Clock
+
+
+class GatewayWatch:
+    """in_use: the gateways of live tickets. on_lost: called once for a gateway that was silent for `timeout_s`.
+
+    A gateway is watched from the first sweep that finds it in use, heard or not. Silence while the bus is away counts
+    for nothing.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        in_use: Callable[[], Iterable[str]],
+        on_lost: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._in_use = in_use
+        self._on_lost = on_lost
+        self._timeout_s = timeout_s
+        self._heard_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Sweeps until cancelled, by time and not by traffic."""
+        subscription: Subscription = await self._bus.subscribe(
+            f"{subjects.PREFIX}.gateway.*.{subjects.HEARTBEAT}", self._on_heartbeat
+        )
+        try:
+            while True:
+                await self._clock.sleep(min(0.5, self._timeout_s / 2))
+                self.sweep()
+        finally:
+            await subscription.unsubscribe()
+
+    def sweep(self) -> None:
+        now = self._clock.now()
+        in_use = set(self._in_use())
+        self._heard_at = {g: at for g, at in self._heard_at.items() if g in in_use}
+        for gateway in in_use:
+            heard_at = self._heard_at.setdefault(gateway, now)
+            if not self._bus.connected:
+                self._heard_at[gateway] = now
+            elif now - heard_at > self._timeout_s:
+                del self._heard_at[gateway]
+                self._on_lost(gateway)
+
+    async def _on_heartbeat(self, message: Message) -> None:
+        try:
+            report = decode(WorkerReport, message.data)
+        except MalformedMessage:
+            return
+        if report.peer in self._heard_at:
+            self._heard_at[report.peer] = self._clock.now()

@@ -1,0 +1,162 @@
+"""What prefill and decode workers have in common: a model, an engine with its pool, a sidecar, and a front desk."""
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from kernels.cpu.ops import warm_up
+from shared.engine.api import Engine, StepOutput
+from shared.engine.engine import BatchEngine
+from shared.engine.executor import ThreadExecutor
+from shared.engine.models.base import Model
+from shared.engine.models.registry import load_model
+from shared.engine.pool import StatePool
+from shared.engine.settings import EngineSettings, plan_layout
+from shared.engine.weights.catalog import prepare
+from shared.protocol.messages import Pages, WorkerReport
+from shared.runtime.deps import Deps
+from shared.runtime.service import Service
+from shared.runtime.settings import WorkerSettings
+from shared.transfer.link import Link
+from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.worker.gateway_watch import GatewayWatch
+
+log = logging.getLogger(__name__)
+
+_GATEWAY_TIMEOUT_S = 3.0
+_STUCK_S = 30.0
+
+
+class Desk(Protocol):
+    """A role's front desk, as far as this class needs it."""
+
+    draining: bool
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def states(self) -> dict[str, int]: ...
+    def gateways(self) -> Iterable[str]: ...
+    def end_all_of(self, gateway: str) -> None: ...
+    def end_unstarted(self, reason: str) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class WorkerService(Service):
+    """Brings the parts up in order and down in reverse. A role says what its desk is, and who hears the engine."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        self.settings = settings
+        self.model_name: str | None = None
+        self.engine: BatchEngine | None = None
+        self.link: SidecarLink | None = None
+        self.desk: Desk | None = None
+        self._pool: StatePool | None = None
+
+    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> Desk:
+        raise NotImplementedError
+
+    def on_step(self, output: StepOutput) -> None:
+        """Tokens of groups that decode here."""
+
+    async def start(self) -> None:
+        settings = self.settings
+        threads = settings.threads or os.cpu_count() or 1
+        executor = ThreadExecutor(threads)
+        model = await executor.run(self._load)
+        engine_settings = EngineSettings(
+            page_tokens=settings.page_tokens,
+            num_pages=settings.num_pages,
+            kv_bytes=None if settings.num_pages is not None else int(settings.kv_bytes),
+            max_running=settings.max_running,
+            prefill_chunk=settings.prefill_chunk,
+            max_step_tokens=settings.max_step_tokens,
+            growth_tokens=settings.growth_tokens,
+            max_model_len=settings.max_model_len,
+        )
+        self._pool = StatePool(plan_layout(model, engine_settings))
+        self.engine = BatchEngine(model, self._pool, engine_settings, executor, self.on_step, self.clock)
+        options = SidecarOptions(
+            name=f"{settings.name}-sidecar",
+            transfer=settings.transfer,
+            ipc_dir=settings.ipc_dir or settings.state_dir / "ipc",
+            tcp_host=settings.tcp_host,
+            nats_url=settings.nats_url,
+            arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
+        )
+        self.link = await SidecarLink.start(options, self._pool.fd, self._pool.layout, self._on_sidecar_restart)
+        self.tasks.spawn_vital(self.engine.run(), "engine")
+        deps = self.deps()
+        self.desk = self.make_desk(deps, self.engine, self.link)
+        watch = GatewayWatch(self.bus, self.clock, self.desk.gateways, self.desk.end_all_of, _GATEWAY_TIMEOUT_S)
+        self.tasks.spawn_vital(watch.run(), "gateway-watch")
+        await self.desk.start()
+        pages = self._pool.layout.num_pages
+        log.info("%s: %d pages of %d tokens, %d threads", self.model_name, pages, settings.page_tokens, threads)
+
+    async def stop(self) -> None:
+        if self.desk is not None:
+            self.desk.draining = True
+            while len(self.desk):
+                await self.clock.sleep(0.02)
+            await self.desk.stop()
+        if self.link is not None:
+            await self.link.close()
+        if self.engine is not None:
+            await self.engine.close()
+
+    def report(self) -> WorkerReport:
+        report = super().report()
+        if self.engine is None or self.desk is None or self.link is None:
+            return report.model_copy(update={"model": self.model_name})
+        stats = self.engine.stats
+        counters = {
+            "steps": float(stats.steps),
+            "prompt_tokens_computed": float(stats.prompt_tokens_computed),
+            "tokens_generated": float(stats.tokens_generated),
+            "preemptions": float(stats.preemptions),
+            "busy_seconds": stats.busy_s,
+        }
+        in_tickets = len(self.desk)
+        return report.model_copy(
+            update={
+                "model": self.model_name,
+                "identity": self.engine.identity,
+                "geometry": self.engine.geometry,
+                "link": self.link.address,
+                "max_model_len": self.engine.max_model_len,
+                "pages": _pages(self.engine.pages()),
+                "slots": _pages(self.engine.slots()),
+                "queues": self.engine.queues() | {"tickets": in_tickets},
+                "tickets": self.desk.states(),
+                "counters": report.counters | counters,
+            }
+        )
+
+    def unhealthy(self) -> str | None:
+        if self.engine is not None and self.engine.last_progress_age_s > _STUCK_S:
+            return f"no step has finished for {self.engine.last_progress_age_s:.0f} s though work is waiting"
+        return None
+
+    def _load(self) -> Model:
+        if self.settings.model == "toy":
+            self.model_name = "toy"
+            return load_model(Path("toy"), self.settings.device)
+        if self.settings.device == "cpu":
+            warm_up()
+        prepared = prepare(self.settings.model, self.settings.cache_dir)
+        self.model_name = prepared.name
+        return load_model(prepared.directory, self.settings.device)
+
+    def _on_sidecar_restart(self) -> None:
+        self.counters.add("sidecar_restarts")
+        if self.desk is not None:
+            self.desk.end_unstarted("the sidecar restarted")
+        self.changed()
+
+
+def _pages(counts: tuple[int, int, int]) -> Pages:
+    total, free, quarantined = counts
+    return Pages(total=total, free=free, quarantined=quarantined, in_tickets=total - free - quarantined)

@@ -1,0 +1,20 @@
+"""Waiting for what must come true, without guessing how long it takes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """`await eventually(condition)` returns once it holds and fails after 10 seconds."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110  any condition, not only events
+                await asyncio.sleep(0.005)
+
+    return wait

@@ -1,0 +1,288 @@
+"""What only links with real sidecars do: processes die, freeze, restart and are shouted at."""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from shared.runtime.errors import PeerLost, TransferError, TransferRefused, UnknownRoom
+from shared.transfer.link import Piece, TicketKey
+from shared.transfer.sidecar_link import SidecarOptions
+from tests.contract.transfer_links import LAYOUT, POISON, Pair, Side, Wanted, make_pair, new_ticket, sidecar_side
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+KINDS = ["shm", "tcp"]
+TABLE = ((3, 4, 9), (), (), ())
+PIECES = (Piece(0, 0, (7, 8, 2), 3),)
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=KINDS)
+async def kept_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    pair = await make_pair(request.param, tmp_path_factory.mktemp("ipc"), Wanted(delay_s=0.4))
+    yield pair
+    await pair.close()
+
+
+@pytest.fixture
+def pair(kept_pair: Pair) -> Pair:
+    kept_pair.sender.scramble()
+    kept_pair.receiver.poison()
+    return kept_pair
+
+
+async def opened(pair: Pair) -> tuple[TicketKey, bytes, asyncio.Event]:
+    key, secret = new_ticket()
+    first = asyncio.Event()
+    await pair.receiver.link.open(key, secret, TABLE, lambda _key: first.set())
+    return key, secret, first
+
+
+async def outcome(pair: Pair, key: TicketKey, secret: bytes) -> Exception | None:
+    try:
+        await pair.sender.link.send(key, secret, pair.receiver.link.address, PIECES)
+    except Exception as error:
+        return error
+    return None
+
+
+async def exchange(pair: Pair) -> None:
+    """A transfer that must work."""
+    key, secret, _ = await opened(pair)
+    assert await outcome(pair, key, secret) is None
+    assert await pair.receiver.link.received(key) == await pair.sender.link.sent(key)
+    await pair.receiver.link.fence(key)
+    await pair.sender.link.forget(key)
+
+
+async def test_a_peer_that_dies_is_noticed_at_once(pair: Pair, eventually: Eventually) -> None:
+    key, secret, first = await opened(pair)
+    restarts = len(pair.receiver.restarts)
+    pair.receiver.lost.clear()
+    old = pair.receiver.link.address
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(outcome(pair, key, secret))
+        await asyncio.wait_for(first.wait(), 5)
+        started = time.monotonic()
+        os.kill(pair.receiver.link.pid, signal.SIGKILL)
+        assert isinstance(await sending, PeerLost)
+        assert time.monotonic() - started < 1.0
+    # Nothing that was receiving is held up, and a new boot takes over.
+    await asyncio.wait_for(pair.receiver.link.fence(key), 5)
+    await eventually(lambda: len(pair.receiver.restarts) == restarts + 1)
+    assert pair.receiver.link.address.boot_id != old.boot_id
+    with pytest.raises(PeerLost):
+        await pair.sender.link.send(key, secret, old, PIECES)
+    await pair.sender.link.forget(key)
+    await exchange(pair)
+
+
+async def test_its_own_sidecar_dies_under_both_sides(pair: Pair, eventually: Eventually) -> None:
+    key, secret, first = await opened(pair)
+    restarts = len(pair.sender.restarts)
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(outcome(pair, key, secret))
+        await asyncio.wait_for(first.wait(), 5)
+        os.kill(pair.sender.link.pid, signal.SIGKILL)
+        assert isinstance(await sending, PeerLost)
+    await asyncio.wait_for(pair.sender.link.forget(key), 5)
+    # The receiver can still fence, though its sender never said a word.
+    await asyncio.wait_for(pair.receiver.link.fence(key), 5)
+    pair.receiver.poison()
+    await eventually(lambda: len(pair.sender.restarts) == restarts + 1)
+    assert (pair.receiver.pool == POISON).all()
+    await exchange(pair)
+
+
+async def test_lost_tickets_are_named_and_unknown_afterwards(pair: Pair, eventually: Eventually) -> None:
+    key, _, _ = await opened(pair)
+    pair.receiver.lost.clear()
+    restarts = len(pair.receiver.restarts)
+    asking = pair.receiver.link.received(key)
+    os.kill(pair.receiver.link.pid, signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        await asking
+    await eventually(lambda: len(pair.receiver.restarts) == restarts + 1)
+    assert pair.receiver.lost == [key]
+    with pytest.raises(UnknownRoom):
+        await pair.receiver.link.received(key)
+    await pair.receiver.link.fence(key)
+
+
+async def test_a_frozen_sender_cannot_hold_a_fence(pair: Pair) -> None:
+    key, secret, first = await opened(pair)
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(outcome(pair, key, secret))
+        await asyncio.wait_for(first.wait(), 5)
+        os.kill(pair.sender.link.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            await pair.receiver.link.fence(key)
+            assert time.monotonic() - started < 2.0
+            pair.receiver.poison()
+        finally:
+            os.kill(pair.sender.link.pid, signal.SIGCONT)
+        assert isinstance(await sending, TransferError)
+    assert (pair.receiver.pool == POISON).all()
+    await pair.sender.link.forget(key)
+    await exchange(pair)
+
+
+async def test_a_hung_sidecar_is_killed_rather_than_believed(pair: Pair, eventually: Eventually, tmp_path: Path) -> None:
+    options = SidecarOptions("hung", tmp_path, fence_timeout_s=0.3, ping_interval_s=60)
+    side = await sidecar_side(options)
+    key, secret = new_ticket()
+    await side.link.open(key, secret, TABLE, lambda _key: None)
+    pid = side.link.pid
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.wait_for(side.link.fence(key), 5)
+    assert not psutil.pid_exists(pid)
+    await eventually(lambda: side.restarts == ["up"])
+    await side.close()
+
+
+async def test_a_hung_sidecar_is_found_without_traffic(eventually: Eventually, tmp_path: Path) -> None:
+    side = await sidecar_side(SidecarOptions("hung", tmp_path, ping_interval_s=0.05, hang_timeout_s=0.3))
+    os.kill(side.link.pid, signal.SIGSTOP)
+    await eventually(lambda: side.restarts == ["up"])
+    await side.close()
+
+
+async def test_a_restart_on_the_same_port_is_another_peer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = SidecarOptions("p", tmp_path, transfer="tcp")
+    sender = await sidecar_side(options)
+    first = await sidecar_side(replace(options, tcp_port=port))
+    old = first.link.address
+    await first.close()
+    second = await sidecar_side(replace(options, tcp_port=port))
+    assert second.link.address.port == old.port
+    key, secret = new_ticket()
+    await second.link.open(key, secret, TABLE, lambda _key: None)
+    with pytest.raises(PeerLost, match="restarted"):
+        await sender.link.send(key, secret, old, PIECES)
+    await sender.link.send(key, secret, second.link.address, PIECES)
+    await sender.close()
+    await second.close()
+
+
+async def test_auto_takes_shm_on_one_host_and_tcp_between_hosts(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    sides = [await sidecar_side(SidecarOptions(name, tmp_path / name)) for name in ("one", "one", "two")]
+    for receiver, backend in ((sides[1], "shm"), (sides[2], "tcp")):
+        key, secret = new_ticket()
+        await receiver.link.open(key, secret, TABLE, lambda _key: None)
+        await sides[0].link.send(key, secret, receiver.link.address, PIECES)
+        assert sides[0].link.actual_backend(key) == receiver.link.actual_backend(key) == backend
+        assert await receiver.link.received(key) == await sides[0].link.sent(key)
+    for side in sides:
+        await side.close()
+    assert list(tmp_path.glob("*/*")) == []
+
+
+def connect(pair: Pair, directory: Path) -> socket.socket:
+    address = pair.receiver.link.address
+    if pair.kind == "tcp":
+        return socket.create_connection((address.host, address.port), timeout=5)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(5)
+    sock.connect(str(directory / address.socket))
+    return sock
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_noise_is_refused_and_survived(kind: str, tmp_path: Path) -> None:
+    pair = await make_pair(kind, tmp_path)
+    pair.receiver.poison()
+    pair.sender.scramble()
+    key, secret, first = await opened(pair)
+    random = Random(5)
+
+    def shout() -> None:
+        for attempt in range(60):
+            with connect(pair, tmp_path) as sock:
+                noise = random.randbytes(random.choice([1, 3, 4, 40, 400, 5000]))
+                framed = struct.pack("!I", len(noise)) + noise
+                deep = b"[" * 2000
+                try:
+                    sock.sendall([noise, framed, struct.pack("!I", 2000) + deep, struct.pack("!I", 1 << 31)][attempt % 4])
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+                except ConnectionError:
+                    continue
+
+    await asyncio.to_thread(shout)
+    counters = await pair.receiver.counters()
+    assert counters.get("connection_errors", 0) == 0
+    assert counters["refused_malformed"] + counters.get("refused_no_pool", 0) >= 15
+    assert (pair.receiver.pool == POISON).all()
+    assert not first.is_set()
+    assert await outcome(pair, key, secret) is None
+    assert pair.receiver.restarts == []
+    await pair.close()
+
+
+def resources(side: Side) -> tuple[int, int, int]:
+    process = psutil.Process(side.link.pid)
+    return process.num_fds(), process.num_threads(), process.memory_info().rss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tickets_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
+    pair = await make_pair(kind, tmp_path)
+
+    async def tickets(count: int) -> None:
+        for k in range(count):
+            key, secret, _ = await opened(pair)
+            if k % 4 == 1:
+                with pytest.raises(TransferRefused):
+                    await pair.sender.link.send(key, secrets.token_bytes(16), pair.receiver.link.address, PIECES)
+            elif k % 4 != 2:
+                await pair.sender.link.send(key, secret, pair.receiver.link.address, PIECES)
+            await pair.receiver.link.fence(key)
+            await pair.sender.link.forget(key)
+
+    await tickets(40)
+    before = [resources(side) for side in (pair.sender, pair.receiver)]
+    await tickets(200)
+    after = [resources(side) for side in (pair.sender, pair.receiver)]
+    for (fds, threads, rss), (fds_after, threads_after, rss_after) in zip(before, after, strict=True):
+        assert fds_after <= fds + 1
+        assert threads_after <= threads + 1
+        assert rss_after - rss < 2 << 20
+    await pair.close()
+
+
+async def test_many_peers_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
+    """A peer's boots are not remembered: their channels, mappings and sockets go with them."""
+    options = SidecarOptions("p", tmp_path)
+    sender = await sidecar_side(options)
+    counts = []
+    for _ in range(4):
+        receiver = await sidecar_side(options)
+        key, secret = new_ticket()
+        await receiver.link.open(key, secret, TABLE, lambda _key: None)
+        await sender.link.send(key, secret, receiver.link.address, PIECES)
+        await sender.link.forget(key)
+        counts.append(resources(sender)[0])
+        await receiver.close()
+    assert max(counts) == min(counts)
+    await sender.close()
+
+
+async def test_layout_of_the_suite_has_every_kind_of_component() -> None:
+    assert {component.index.value for component in LAYOUT.components} == {"page", "request", "ring"}

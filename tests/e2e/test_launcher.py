@@ -1,0 +1,275 @@
+"""The launcher with real processes and a real nats-server; only the roles are stand-ins, which start at once."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.launcher.errors import LaunchError
+from services.launcher.plan import UpOptions, chosen_settings, plan_processes, share_cores
+
+REPO = Path(__file__).parents[2]
+CLUSTER = Path(__file__).with_name("standin_cluster.py")
+DEADLINE_S = 60.0
+
+
+def poll(what: Callable[[], object], why: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.02)
+
+
+class Cluster:
+    def __init__(self, directory: Path, *flags: str, **env: str) -> None:
+        self.output = directory / f"output-{len(list(directory.iterdir()))}"
+        self.port = free_port()
+        variables = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(CLUSTER), "up", "--port", str(self.port), *flags],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env=variables | {"PYTHONPATH": str(REPO), **env},
+            )
+        self.family: list[psutil.Process] = []
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        def seen() -> bool:
+            return self.text().count(text) >= times or self.process.poll() is not None
+
+        poll(seen, f"no {text!r} in:\n{self.text()}")
+        assert self.text().count(text) >= times, f"ended without {text!r}:\n{self.text()}"
+
+    def wait_ready(self) -> None:
+        self.wait_for("Ready  ")
+        self.note_family()
+
+    def note_family(self) -> None:
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def find(self, *words: str) -> psutil.Process | None:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if list(words) == process.cmdline()[-len(words) :]:
+                    return process
+            except psutil.Error:
+                continue
+        return None
+
+    def wait_all_gone(self) -> None:
+        poll(lambda: not any(alive(process) for process in self.family), "processes are left")
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(DEADLINE_S)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+Start = Callable[..., Cluster]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    running: list[Cluster] = []
+
+    def begin(*flags: str, **env: str) -> Cluster:
+        running.append(Cluster(tmp_path, *flags, **env))
+        return running[-1]
+
+    yield begin
+    for cluster in running:
+        if cluster.process.poll() is None:
+            cluster.process.kill()
+            cluster.process.wait()
+
+
+def test_starts_serves_and_ends_in_order(start: Start) -> None:
+    cluster = start("--decode", "2")
+    cluster.wait_ready()
+    assert httpx.get(f"http://127.0.0.1:{cluster.port}/health").status_code == 200
+    assert f"curl http://127.0.0.1:{cluster.port}/v1/chat/completions" in cluster.text()
+    roles = [process.cmdline()[-1] for process in cluster.family if "standin_worker.py" in " ".join(process.cmdline())]
+    assert sorted(roles) == ["decode", "decode", "gateway", "kvstore", "prefill"]
+    assert len(cluster.family) == 5 + 3 + 1, "with the workers' own children and nats-server"
+    assert cluster.end() == 0
+    cluster.wait_all_gone()
+    lines = [line for line in cluster.text().splitlines() if "stopped in order" in line]
+    names = [line.split()[0] for line in lines]
+    assert names[0] == "gateway"
+    assert names[-1] == "kvstore"
+    assert sorted(names[1:-1]) == ["decode-0", "decode-1", "prefill-0"]
+
+
+def test_nothing_survives_a_killed_launcher(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ready()
+    assert len(cluster.family) == 4 + 2 + 1
+    cluster.process.kill()
+    grandchildren = [process for process in cluster.family if process.name() == "sleep"]
+    rest = [process for process in cluster.family if process not in grandchildren]
+    poll(lambda: not any(alive(process) for process in rest), "processes are left")
+    for process in grandchildren:  # a sidecar asks for the same end itself; `sleep` does not
+        process.kill()
+
+
+def test_what_dies_is_started_again_as_a_new_peer(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ready()
+    first = cluster.find("decode")
+    assert first is not None
+    child = first.children()[0]
+    first.kill()
+    cluster.wait_for("decode-0  │ died: killed by SIGKILL")
+    cluster.wait_for("decode-0  │ ready", times=2)
+    second = cluster.find("decode")
+    assert second is not None
+    assert second.pid != first.pid
+    assert not alive(child), "what the dead worker had started is gone"
+    boots = {line.split("boot=")[1] for line in cluster.text().splitlines() if "decode-0" in line and "boot=" in line}
+    assert len(boots) == 2
+    cluster.note_family()
+    assert cluster.end(signal.SIGTERM) == 0
+    cluster.wait_all_gone()
+
+
+def test_a_dead_nats_server_comes_back_on_its_port(start: Start) -> None:
+    cluster = start()
+    cluster.wait_ready()
+    server = next(process for process in cluster.family if process.name() == "nats-server")
+    server.kill()
+    cluster.wait_for("starting it again")
+
+    def served() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{cluster.port}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    poll(served, "the gateway has no bus")
+    cluster.note_family()
+    assert cluster.end() == 0
+    cluster.wait_all_gone()
+
+
+def test_no_restart_leaves_it_dead(start: Start) -> None:
+    cluster = start("--no-restart")
+    cluster.wait_ready()
+    worker = cluster.find("prefill")
+    assert worker is not None
+    worker.kill()
+    cluster.wait_for("it stays dead")
+    assert cluster.find("prefill") is None
+    assert cluster.end() == 0
+
+
+def test_two_clusters_side_by_side_but_not_in_one_directory(start: Start, tmp_path: Path) -> None:
+    first, second = start("--state-dir", "one"), start("--state-dir", "two")
+    first.wait_ready()
+    second.wait_ready()
+    third = start("--state-dir", "one")
+    assert third.process.wait(DEADLINE_S) == 1
+    assert f"another cluster (process {first.process.pid}) runs in {tmp_path / 'one'}" in third.text()
+    assert first.end() == 0
+    assert httpx.get(f"http://127.0.0.1:{second.port}/health").status_code == 200
+    assert second.end() == 0
+    assert (tmp_path / "one" / "logs" / "decode-0.log").read_text().count("stopped in order") == 1
+
+
+def test_a_taken_port_is_said_at_once(start: Start) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = start("--port", str(port))
+        assert cluster.process.wait(DEADLINE_S) == 1
+    assert f"port {port} on 127.0.0.1 is in use" in cluster.text()
+    assert "--port" in cluster.text()
+
+
+def test_wrong_settings_start_nothing(start: Start) -> None:
+    cluster = start("--set", "decode.page_tokens=0")
+    assert cluster.process.wait(DEADLINE_S) == 1
+    assert "decode: page_tokens: Input should be greater than or equal to 1" in cluster.text()
+    assert "starting" not in cluster.text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("decode.page_token=32", "did you mean 'page_tokens'?"),
+        ("sidecar.transfer=fast", "sidecar: transfer: Input should be 'auto', 'shm' or 'tcp'"),
+        ("decoder.page_tokens=32", "no 'decoder' here"),
+        ("common.page_token=32", "none that has 'page_token'"),
+        ("page_tokens=32", "write role.field=value"),
+    ],
+)
+def test_what_fits_nowhere_is_said(flag: str, said: str) -> None:
+    options = UpOptions(sets=(flag,))
+    with pytest.raises(LaunchError) as caught:
+        plan_processes(options, chosen_settings(options), {})
+    assert said in str(caught.value)
+
+
+def test_settings_reach_the_processes_they_name() -> None:
+    sets = ("common.page_tokens=32", "decode.page_tokens=64", "decode-1.num_pages=9", "decode.threads=3")
+    options = UpOptions(num_decode=2, sets=sets, model="m", port=1)
+    env = {spec.name: spec.env for spec in plan_processes(options, chosen_settings(options), {"nats_url": "nats://x"})}
+    assert env["prefill-0"]["BATON_PREFILL_PAGE_TOKENS"] == "32"
+    assert env["decode-0"]["BATON_DECODE_PAGE_TOKENS"] == "64"
+    assert "BATON_DECODE_NUM_PAGES" not in env["decode-0"]
+    assert env["decode-1"]["BATON_DECODE_NUM_PAGES"] == "9"
+    assert env["decode-1"]["BATON_DECODE_THREADS"] == "3"
+    assert env["gateway"]["BATON_GATEWAY_MODEL"] == "m"
+    assert env["gateway"]["BATON_GATEWAY_PORT"] == "1"
+    assert {value["BATON_DECODE_NAME"] for name, value in env.items() if "decode" in name} == {"decode-0", "decode-1"}
+    assert env["kvstore"] == {"BATON_KVSTORE_NATS_URL": "nats://x", "BATON_KVSTORE_NAME": "kvstore"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "shares"), [(2, 2, [1, 1]), (8, 3, [3, 3, 2]), (1, 3, [1, 1, 1]), (4, 0, []), (16, 1, [16])]
+)
+def test_cores_are_shared_out(cores: int, workers: int, shares: list[int]) -> None:
+    assert share_cores(cores, workers) == shares
+
+
+def test_a_worker_that_cannot_start_ends_it_all_with_its_words(start: Start) -> None:
+    cluster = start(STANDIN_BREAKS="decode-0")
+    assert cluster.process.wait(DEADLINE_S) == 1
+    assert "decode-0 does not start (ended with status 3)" in cluster.text()
+    assert "    decode-0 cannot do this" in cluster.text()
+    assert "Traceback" not in cluster.text()
+
+
+def test_a_process_gets_its_settings_from_flags_and_environment(start: Start) -> None:
+    cluster = start("--set", "decode.threads=7", BATON_PREFILL_THREADS="5")
+    cluster.wait_ready()
+    lines = cluster.text().splitlines()
+    assert any(line.startswith("decode-0") and "threads=7" in line for line in lines)
+    assert any(line.startswith("prefill-0") and "threads=5" in line for line in lines)
+    assert cluster.end() == 0

@@ -1,0 +1,187 @@
+"""Messages get lost, come twice, late and out of order; processes die. What the client gets is right or a typed error,
+and nothing is left behind."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from shared.bus.memory import Envelope
+from shared.protocol import subjects
+from shared.runtime.errors import BatonError, Corrupt, PeerLost
+from shared.transfer.fake import Mishap
+from tests.sim.cluster import Cluster, prompt_of
+from tests.sim.test_flows import oracle, oracles
+from tests.sim.virtual_time import run_virtual
+
+SAMPLING = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.7, "seed": 11}
+VERBS = [v for v in subjects.VERBS if v != subjects.HEARTBEAT]
+
+
+def verb_of(envelope: Envelope) -> str:
+    return envelope.subject.rsplit(".", 1)[-1]
+
+
+def first_of(verb: str, kind: str, fate: Iterable[float]) -> Callable[[Envelope], Iterable[float]]:
+    """The first such message meets `fate`; all others arrive at once."""
+    seen: list[Envelope] = []
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        if verb_of(envelope) == verb and envelope.kind == kind and not seen:
+            seen.append(envelope)
+            return fate
+        return (0.0,)
+
+    return policy
+
+
+@pytest.mark.parametrize("fate", [(), (0.0, 0.0), (0.0, 0.3), (0.7,)], ids=["lost", "twice", "again-later", "late"])
+@pytest.mark.parametrize("kind", ["request", "reply", "publish"])
+@pytest.mark.parametrize(
+    "verb", [subjects.RESERVE, subjects.PREFILL, subjects.DESTINATION, subjects.COMMIT, subjects.TOKENS]
+)
+def test_one_message_goes_astray(verb: str, kind: str, fate: tuple[float, ...]) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(13)
+        async with Cluster(policy=first_of(verb, kind, fate)) as cluster:
+            answer = await cluster.ask(prompt, **SAMPLING)
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **SAMPLING)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bad_network_loses_nothing(seed: int) -> None:
+    """A tenth of the messages are lost, a tenth come twice, and all take their time."""
+
+    async def scenario() -> None:
+        rng = random.Random(seed)
+
+        def policy(envelope: Envelope) -> Iterable[float]:
+            if verb_of(envelope) == subjects.HEARTBEAT:
+                return (0.0,)
+            chance = rng.random()
+            copies = 0 if chance < 0.1 else 2 if chance < 0.2 else 1
+            return tuple(rng.uniform(0.0, 0.03) for _ in range(copies))
+
+        prompts = [prompt_of(rng.randrange(1, 30), seed=seed * 100 + i) for i in range(12)]
+        async with Cluster(prefills=2, decodes=2, num_pages=48, policy=policy) as cluster:
+            answers = await asyncio.gather(*(cluster.ask(p, timeout_s=60, **SAMPLING) for p in prompts))
+            assert [a.error for a in answers] == [None] * len(prompts)
+            assert [a.tokens for a in answers] == await oracles(prompts, **SAMPLING)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.005, 0.012, 0.02, 0.04, 0.06, 0.1])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_dies_and_the_others_are_unharmed(role: str, at_s: float) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(25)
+        async with Cluster(prefills=2, decodes=2) as cluster:
+            asking = asyncio.get_running_loop().create_task(cluster.ask(prompt, timeout_s=30, **SAMPLING))
+            await asyncio.sleep(at_s)
+            victims = cluster.prefills if role == "prefill" else cluster.decodes
+            busy = [w for w in victims if len(w.desk)] or victims
+            await busy[0].kill()
+            answer = await asking
+            expected = await oracle(prompt, **SAMPLING)
+            if answer.error is None:
+                assert answer.tokens == expected
+            else:
+                assert isinstance(answer.error, PeerLost)
+                assert answer.tokens[0] == expected[0][: len(answer.tokens[0])]
+                assert role == "decode"
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_gateway_that_dies_leaves_no_page_behind() -> None:
+    async def scenario() -> None:
+        async with Cluster(num_pages=256) as cluster:
+            loop = asyncio.get_running_loop()
+            asking = loop.create_task(cluster.ask(prompt_of(25), max_tokens=400, ignore_eos=True))
+            await asyncio.sleep(0.5)
+            assert len(cluster.decodes[0].desk) == 1
+            await cluster.gateway.kill()
+            asking.cancel()
+            await asyncio.wait({asking})
+            async with asyncio.timeout(6):
+                while not all(w.is_empty for w in cluster.workers):
+                    await asyncio.sleep(0.05)
+
+    run_virtual(scenario())
+
+
+def test_corrupt_bytes_are_refused_by_name_and_never_decoded() -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(13)
+        async with Cluster() as cluster:
+            cluster.network.policy = lambda key, pieces: Mishap(corrupt=True)
+            answer = await cluster.ask(prompt, **SAMPLING)
+            assert isinstance(answer.error, Corrupt)
+            # Token 0 came straight from P and is right; D generated nothing from the spoiled state.
+            assert answer.tokens[0] == (await oracle(prompt, **SAMPLING))[0][: len(answer.tokens[0])]
+            assert cluster.decodes[0].engine.stats.tokens_generated == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_slow_transfer_then_abort_then_the_same_pages_again() -> None:
+    """The late writer of an aborted ticket cannot touch the pages of the next one."""
+
+    async def scenario() -> None:
+        async with Cluster(num_pages=12) as cluster:
+            cluster.network.policy = lambda key, pieces: Mishap(layer_delay_s=0.4)
+            loop = asyncio.get_running_loop()
+            slow = loop.create_task(cluster.ask(prompt_of(30, seed=1), **SAMPLING))
+            await asyncio.sleep(0.2)
+            slow.cancel()
+            await asyncio.wait({slow})
+            cluster.network.policy = lambda key, pieces: Mishap()
+            prompt = prompt_of(30, seed=2)
+            answer = await cluster.ask(prompt, **SAMPLING)
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **SAMPLING)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_transfer_that_never_arrives_ends_at_the_deadline() -> None:
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            cluster.network.policy = lambda key, pieces: Mishap(lost=True)
+            answer = await cluster.ask(prompt_of(13), timeout_s=5.0, **SAMPLING)
+            assert isinstance(answer.error, BatonError)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_cancel_that_overtakes_its_request_leaves_a_tombstone() -> None:
+    def policy(envelope: Envelope) -> Iterable[float]:
+        return (
+            (0.3,)
+            if verb_of(envelope) in (subjects.RESERVE, subjects.PREFILL) and envelope.kind == "request"
+            else (0.0,)
+        )
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy) as cluster:
+            asking = asyncio.get_running_loop().create_task(cluster.ask(prompt_of(13), **SAMPLING))
+            await asyncio.sleep(0.1)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await asyncio.sleep(1.0)
+            assert all(w.is_empty for w in cluster.workers)
+            assert cluster.decodes[0].counters["tickets_granted"] == 0
+            assert cluster.prefills[0].counters["tickets_accepted"] == 0
+
+    run_virtual(scenario())

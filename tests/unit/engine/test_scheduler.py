@@ -1,0 +1,148 @@
+"""What goes into a step, seen on the plans themselves."""
+
+from shared.engine.api import EngineStats
+from shared.engine.batch import CopyPage, CopySlot, StepPlan, StepResult
+from shared.engine.capacity import Capacity
+from shared.engine.models.toy import Toy
+from shared.engine.sampler import Sampled
+from shared.engine.scheduler import Scheduler
+from shared.engine.sequence import Choice, Group
+from shared.engine.settings import EngineSettings, plan_layout
+from shared.protocol.messages import FirstToken, SamplingSpec
+from shared.transfer.link import TicketKey
+
+
+class Books:
+    """A scheduler without an engine: every sample is token 7."""
+
+    def __init__(self, **settings: int) -> None:
+        sizes = {"num_pages": 128, "page_tokens": 4, "prefill_chunk": 8} | settings
+        chosen = EngineSettings(**sizes)  # type: ignore[arg-type]
+        layout = plan_layout(Toy(), chosen)
+        self.cleared: list[int] = []
+        self.capacity = Capacity(layout, chosen.growth_tokens, self.cleared.append)
+        self.scheduler = Scheduler(layout, chosen, self.capacity, frozenset({255}), EngineStats())
+
+    def reserve(self, number: int, length: int, *, decodes: bool = False, n: int = 1, max_tokens: int = 50) -> Group:
+        sampling = SamplingSpec(n=n, max_tokens=max_tokens)
+        choices = [Choice(index) for index in range(n)]
+        group = Group(TicketKey(number, 1), tuple(range(length)), sampling, decodes, max_tokens, choices)
+        self.scheduler.reserve(group)
+        return group
+
+    def prompt(self, number: int, length: int, *, decodes: bool = False, n: int = 1) -> Group:
+        group = self.reserve(number, length, decodes=decodes, n=n)
+        self.scheduler.start_prompt(group)
+        return group
+
+    def decoding(self, number: int, length: int, n: int = 1) -> Group:
+        group = self.reserve(number, length, decodes=True, n=n)
+        self.scheduler.start_prefilled(group, tuple(FirstToken(choice=c, token=7) for c in range(n)))
+        return group
+
+    def plan(self) -> StepPlan:
+        plan, _ = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def step(self) -> list[tuple[int, int, int]]:
+        """Runs a step; (room, start, end) of its rows."""
+        plan = self.plan()
+        self.scheduler.apply(plan, StepResult(tuple(tuple(Sampled(7, None) for _ in row.samples) for row in plan.rows)))
+        return [(row.key.room, row.start, row.end) for row in plan.rows]
+
+
+def test_prompts_share_a_step_in_order_of_arrival_up_to_its_limit() -> None:
+    books = Books(max_step_tokens=20, prefill_lead=100)
+    books.prompt(1, 20)
+    books.prompt(2, 10)
+    books.prompt(3, 10)
+    assert books.step() == [(1, 0, 8), (2, 0, 8)]
+    assert books.step() == [(1, 8, 16), (2, 8, 10), (3, 0, 8)]
+    assert books.step() == [(1, 16, 20), (3, 8, 10)]
+    assert books.scheduler.schedule()[0] is None
+
+
+def test_a_chunk_larger_than_the_limit_runs_alone() -> None:
+    books = Books(max_step_tokens=2)
+    books.prompt(1, 8)
+    books.prompt(2, 8)
+    assert books.step() == [(1, 0, 8)]
+    assert books.step() == [(2, 0, 8)]
+
+
+def test_all_choices_decode_each_step_beside_at_most_one_chunk() -> None:
+    books = Books(prefill_lead=100, max_step_tokens=1000)
+    books.decoding(1, 5, n=2)
+    books.decoding(2, 6)
+    books.prompt(3, 12, decodes=True)
+    books.prompt(4, 12, decodes=True)
+    decodes = [(1, 5, 6), (1, 5, 6), (2, 6, 7)]
+    assert books.step() == [*decodes, (3, 0, 8)]
+    assert books.step() == [*((room, a + 1, b + 1) for room, a, b in decodes), (3, 8, 12)]
+    rows = books.step()
+    assert (3, 12, 13) in rows
+    assert rows[-1] == (4, 0, 8)
+
+
+def test_a_consumer_that_lags_holds_up_its_own_prompt_only() -> None:
+    books = Books(max_step_tokens=8, prefill_lead=1)
+    slow = books.prompt(1, 16)
+    books.prompt(2, 8)
+    assert books.step() == [(1, 0, 8)]
+    assert books.step() == [(2, 0, 8)]
+    slow.ahead -= 1
+    assert books.step() == [(1, 8, 16)]
+
+
+def test_choices_share_full_pages_and_copy_the_rest_before_they_run() -> None:
+    books = Books(growth_tokens=4)
+    group = books.decoding(1, 10, n=3)
+    plan = books.plan()
+    tables = [row.pages for row in plan.rows]
+    assert len({pages[:2] for pages in tables}) == 1
+    assert len({page for pages in tables for page in pages[2:]}) == 3 * 2
+    slots = [row.slot for row in plan.rows]
+    assert set(plan.copies) == {
+        CopySlot(slots[0], slots[1]),
+        CopySlot(slots[0], slots[2]),
+        CopyPage(tables[0][2], tables[1][2]),
+        CopyPage(tables[0][2], tables[2][2]),
+    }
+    assert group.copies == []
+    assert books.capacity.pages.held == 2 + 3 * 2
+
+
+def test_a_prompt_of_whole_pages_needs_no_page_copied() -> None:
+    books = Books()
+    books.decoding(1, 8, n=2)
+    assert [type(copy) for copy in books.plan().copies] == [CopySlot]
+
+
+def test_sampling_positions_are_the_same_on_both_sides() -> None:
+    """Output k is drawn under position N + k."""
+    books = Books()
+    books.prompt(1, 6, n=2)
+    [row] = books.plan().rows
+    assert [(s.choice, s.position, s.output_ids) for s in row.samples] == [(0, 6, ()), (1, 6, ())]
+    books = Books()
+    books.decoding(1, 6, n=2)
+    rows = books.plan().rows
+    assert [(r.tokens, r.start) for r in rows] == [((7,), 6), ((7,), 6)]
+    assert [(s.choice, s.position, s.output_ids) for r in rows for s in r.samples] == [(0, 7, (7,)), (1, 7, (7,))]
+
+
+def test_the_slot_that_receives_state_is_cleared_when_it_is_taken() -> None:
+    books = Books()
+    group = books.reserve(1, 6, decodes=True, n=2)
+    assert books.cleared == [group.trunk_slot]
+
+
+def test_a_reservation_takes_the_prompt_and_the_first_steps_of_each_choice() -> None:
+    books = Books(growth_tokens=6)
+    books.reserve(1, 10, decodes=True, n=2, max_tokens=50)  # 2 full pages, and positions 8..15 twice
+    assert (books.capacity.pages.held, books.capacity.slots.held) == (2 + 2 * 2, 2)
+    books.reserve(2, 10, decodes=True, n=1, max_tokens=3)  # positions 0..11
+    assert books.capacity.pages.held == 6 + 3
+    books.reserve(3, 10, n=4)  # P: one sequence whatever n is
+    assert (books.capacity.pages.held, books.capacity.slots.held) == (9 + 3, 2 + 1 + 1)

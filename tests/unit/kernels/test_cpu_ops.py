@@ -1,0 +1,283 @@
+"""Every CPU op against the reference, over shapes, page sizes and mixed batches. Rows that must not be read
+are NaN."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cpu.ops import CpuOps, warm_up
+from kernels.ops import Ops, get_ops
+from kernels.reference import ReferenceOps
+
+CPU: Ops = CpuOps()
+REFERENCE: Ops = ReferenceOps()
+POISON = float("nan")
+
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    warm_up()
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A batch over a pool of which only the rows in use hold numbers."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    kv_layer: torch.Tensor
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[2] ** -0.5)
+
+
+def make_paged(
+    lengths: list[tuple[int, int]],
+    page_tokens: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    seed: int = 0,
+) -> Paged:
+    """lengths: (new tokens, context with them) of each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // page_tokens) for _, context in lengths]
+    num_pages = sum(counts) + 3
+    order = torch.randperm(num_pages, generator=generator).tolist()
+    tables = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+    kv_layer = torch.full((num_pages, 2, num_kv_heads, page_tokens, head_dim), POISON)
+    positions: list[int] = []
+    for s, (new, context) in enumerate(lengths):
+        pages = [order.pop() for _ in range(counts[s])]
+        tables[s] = order[0]  # the padding names a foreign page, all NaN
+        tables[s, : counts[s]] = torch.tensor(pages, dtype=torch.int32)
+        for position in range(context):
+            page, row = pages[position // page_tokens], position % page_tokens
+            kv_layer[page, :, :, row] = torch.randn(2, num_kv_heads, head_dim, generator=generator)
+        positions += range(context - new, context)
+    total = sum(new for new, _ in lengths)
+    # Slices of one projection, as a model makes them.
+    fused = torch.randn(total, (group + 2) * num_kv_heads * head_dim, generator=generator)
+    q, k, v = torch.split(fused, [group * num_kv_heads * head_dim, *[num_kv_heads * head_dim] * 2], dim=1)
+    starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).to(torch.int32)
+    return Paged(
+        q=q.view(total, -1, head_dim),
+        k=k.view(total, -1, head_dim),
+        v=v.view(total, -1, head_dim),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        kv_layer=kv_layer,
+        block_tables=tables,
+        query_start=starts,
+        context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32),
+    )
+
+
+def attend(ops: Ops, p: Paged) -> torch.Tensor:
+    return ops.paged_attention(p.q, p.kv_layer, p.block_tables, p.query_start, p.context_lens, p.scale)
+
+
+decode_row = st.integers(1, 90).map(lambda context: (1, context))
+prefill_row = st.tuples(st.integers(2, 40), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+batches = st.lists(st.one_of(decode_row, prefill_row), min_size=1, max_size=5)
+shapes = {
+    "lengths": batches,
+    "page_tokens": st.sampled_from([1, 16, 64]),
+    "num_kv_heads": st.integers(1, 3),
+    "group": st.sampled_from([1, 3, 4]),
+    "head_dim": st.sampled_from([16, 64]),
+    "seed": st.integers(0, 1000),
+}
+
+
+@few
+@given(**shapes)
+def test_paged_attention(
+    lengths: list[tuple[int, int]], page_tokens: int, num_kv_heads: int, group: int, head_dim: int, seed: int
+) -> None:
+    batch = make_paged(lengths, page_tokens, num_kv_heads, group, head_dim, seed)
+    actual = attend(CPU, batch)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, attend(REFERENCE, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_reference_attention_is_softmax_over_the_context() -> None:
+    batch = make_paged([(2, 5)], page_tokens=2, num_kv_heads=1, group=1, head_dim=4)
+    rows = torch.stack(
+        [batch.kv_layer[batch.block_tables[0, p // 2], :, 0, p % 2] for p in range(5)], dim=1
+    )  # [2, 5, D]
+    for i, visible in ((0, 4), (1, 5)):
+        weights = torch.softmax(rows[0, :visible] @ batch.q[i, 0] * batch.scale, dim=0)
+        torch.testing.assert_close(attend(REFERENCE, batch)[i, 0], weights @ rows[1, :visible])
+
+
+@pytest.mark.parametrize("context", [255, 256, 257, 512, 3000, 8192])
+def test_long_contexts_cross_spans(context: int) -> None:
+    batch = make_paged([(1, context), (1, 3)], page_tokens=16, num_kv_heads=3, group=3, head_dim=64)
+    torch.testing.assert_close(attend(CPU, batch), attend(REFERENCE, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    batch = make_paged([(1, 300), (7, 40)], page_tokens=16, num_kv_heads=1, group=3, head_dim=64)
+    batch.q.mul_(300.0)
+    actual = attend(CPU, batch)
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual, attend(REFERENCE, batch), rtol=1e-3, atol=1e-3)
+
+
+def test_a_decode_row_does_not_depend_on_the_batch() -> None:
+    batch = make_paged([(1, 700), (1, 20), (9, 30), (1, 44)], page_tokens=16, num_kv_heads=3, group=3, head_dim=64)
+    together = attend(CPU, batch)
+    for s in (0, 1, 3):
+        row = int(batch.query_start[s])
+        alone = CPU.paged_attention(
+            batch.q[row : row + 1],
+            batch.kv_layer,
+            batch.block_tables[s : s + 1],
+            torch.tensor([0, 1], dtype=torch.int32),
+            batch.context_lens[s : s + 1],
+            batch.scale,
+        )
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_nan_query_stays_nan_and_in_its_row(new: int) -> None:
+    batch = make_paged([(new, 40), (1, 40)], page_tokens=16, num_kv_heads=1, group=1, head_dim=16)
+    batch.q[0] = POISON
+    actual = attend(CPU, batch)
+    assert torch.isnan(actual[0]).all()
+    assert torch.isfinite(actual[1:]).all()
+
+
+@few
+@given(**shapes)
+def test_rotary_and_store(
+    lengths: list[tuple[int, int]], page_tokens: int, num_kv_heads: int, group: int, head_dim: int, seed: int
+) -> None:
+    batch = make_paged(lengths, page_tokens, num_kv_heads, group, head_dim, seed)
+    angles = torch.outer(torch.arange(128.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    pools = []
+    for ops in (CPU, REFERENCE):
+        pool = batch.kv_layer.clone()
+        rotated = ops.rotary_and_store(
+            batch.q, batch.k, batch.v, cos_sin, batch.positions, pool, batch.block_tables, batch.query_start
+        )
+        pools.append((rotated, pool))
+    assert pools[0][0].is_contiguous()
+    torch.testing.assert_close(pools[0][0], pools[1][0], rtol=1e-6, atol=1e-6)
+    # Equal where the reference wrote, and the poison untouched everywhere else.
+    torch.testing.assert_close(pools[0][1], pools[1][1], rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_rotation_is_half_split() -> None:
+    batch = make_paged([(1, 1)], page_tokens=1, num_kv_heads=1, group=1, head_dim=4)
+    batch.q[0, 0] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    cos_sin = torch.tensor([[0.5, 0.25, 2.0, 4.0]])
+    expected = torch.tensor([1 * 0.5 - 3 * 2.0, 2 * 0.25 - 4 * 4.0, 3 * 0.5 + 1 * 2.0, 4 * 0.25 + 2 * 4.0])
+    for ops in (CPU, REFERENCE):
+        rotated = ops.rotary_and_store(
+            batch.q,
+            batch.k,
+            batch.v,
+            cos_sin,
+            batch.positions,
+            batch.kv_layer,
+            batch.block_tables,
+            batch.query_start,
+        )
+        torch.testing.assert_close(rotated[0, 0], expected)
+        torch.testing.assert_close(batch.kv_layer[batch.block_tables[0, 0], 1, 0, 0], batch.v[0, 0])
+
+
+@few
+@given(
+    rows=st.integers(1, 50),
+    width=st.integers(1, 70),
+    outputs=st.integers(1, 70),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_linear(rows: int, width: int, outputs: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width + 2, generator=generator)[:, 2:]
+    weight = torch.randn(outputs, width, generator=generator)
+    offset = torch.randn(outputs, generator=generator) if bias else None
+    actual = CPU.linear(x, weight, offset)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, REFERENCE.linear(x, weight, offset), rtol=1e-5, atol=1e-4)
+
+
+def test_linear_rows_do_not_mix() -> None:
+    x, weight = torch.randn(9, 64), torch.randn(33, 64)
+    quiet = CPU.linear(x, weight)
+    x[4] = POISON
+    loud = CPU.linear(x, weight)
+    assert torch.isnan(loud[4]).all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(loud[others], quiet[others])
+
+
+@few
+@given(rows=st.integers(1, 20), width=st.sampled_from([1, 7, 64, 576]), seed=st.integers(0, 99))
+def test_norms_and_activation(rows: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = torch.randn(2, rows, width, generator=generator)
+    weight = torch.randn(width, generator=generator)
+    gate_up = torch.randn(rows, 2 * width, generator=generator)
+    torch.testing.assert_close(CPU.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(CPU.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), rtol=1e-5, atol=1e-6)
+    normed, total = CPU.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(normed, expected_normed, rtol=1e-5, atol=1e-6)
+    assert torch.equal(total, expected_total)
+
+
+def test_other_dtypes_take_the_reference_way() -> None:
+    batch = make_paged([(1, 20), (5, 9)], page_tokens=16, num_kv_heads=1, group=3, head_dim=16)
+    half = batch.kv_layer.half()
+    arguments = (batch.block_tables, batch.query_start, batch.context_lens, batch.scale)
+    torch.testing.assert_close(
+        CPU.paged_attention(batch.q, half, *arguments), REFERENCE.paged_attention(batch.q, half, *arguments)
+    )
+
+
+def test_threads_may_call_at_once_and_torch_keeps_its_thread_count() -> None:
+    batch = make_paged([(1, 300), (1, 90), (4, 30)], page_tokens=16, num_kv_heads=3, group=3, head_dim=64)
+    x, weight = torch.randn(6, 96), torch.randn(40, 96)
+    expected = attend(REFERENCE, batch)
+    failures: list[str] = []
+
+    def work() -> None:
+        before = torch.get_num_threads()
+        for _ in range(50):
+            if not torch.allclose(attend(CPU, batch), expected, atol=1e-5):
+                failures.append("attention")
+            if not torch.allclose(CPU.linear(x, weight), x @ weight.T, atol=1e-4):
+                failures.append("linear")
+        if torch.get_num_threads() != before:
+            failures.append("thread count")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_get_ops_picks_by_device() -> None:
+    assert isinstance(get_ops("cpu"), CpuOps)
+    assert isinstance(get_ops("cuda"), ReferenceOps)

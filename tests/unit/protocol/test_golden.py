@@ -1,0 +1,231 @@
+"""The wire as files: a change of any message shows as a change in `golden/`.
+
+After an intended change: BATON_UPDATE_GOLDEN=1 python -m pytest tests/unit/protocol/test_golden.py
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from shared.protocol.messages import (
+    Cancel,
+    Commit,
+    CommitReply,
+    CommitStatus,
+    ComponentDigest,
+    Destination,
+    DestinationReply,
+    DestinationStatus,
+    Fail,
+    FinishReason,
+    FirstToken,
+    Geometry,
+    LinkAddress,
+    Pages,
+    Prefill,
+    PrefillTimings,
+    Replay,
+    ReplayReply,
+    ReplayStatus,
+    Reserve,
+    SamplingSpec,
+    TicketTimings,
+    TokenEntry,
+    TokenLogprob,
+    Tokens,
+    Verdict,
+    WireModel,
+    WorkerReport,
+    decode,
+    encode,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+UPDATE = "BATON_UPDATE_GOLDEN"
+
+ROOM = (1 << 63) - 1
+LINK = LinkAddress(boot_id="aaaa0001", host="10.0.0.7", port=7301, socket="d0-aaaa0001.sock", backends=("shm", "tcp"))
+GEOMETRY = Geometry(page_tokens=16, components=("kv",), unit_bytes=(2304,))
+SAMPLING = SamplingSpec(
+    seed=(1 << 64) - 1,
+    n=2,
+    max_tokens=64,
+    min_tokens=1,
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.1,
+    logit_bias=((7, -100.0),),
+    stop_token_ids=(2, 3),
+    ignore_eos=True,
+    logprobs=2,
+)
+LOGPROB = TokenLogprob(logprob=-0.25, top=((17, -0.25), (4, float("-inf"))))
+ENTRY = TokenEntry(
+    room=ROOM,
+    generation=2,
+    choice=1,
+    index=3,
+    tokens=(17, 4),
+    logprobs=(LOGPROB, LOGPROB),
+    finish=FinishReason.STOP,
+)
+
+SAMPLES: dict[str, WireModel] = {
+    "reserve": Reserve(
+        room=ROOM,
+        generation=1,
+        request_id="req-00",
+        gateway="g0-cccc0001",
+        prefill="p0-bbbb0001",
+        identity="sha256:1234",
+        prompt=(1, 2, 151_000),
+        sampling=SAMPLING,
+        remaining_s=29.5,
+    ),
+    "reserve_local": Reserve(
+        room=1,
+        generation=1,
+        request_id="req-00",
+        gateway="g0-cccc0001",
+        prefill=None,
+        identity="sha256:1234",
+        prompt=(1,),
+        sampling=SamplingSpec(),
+        remaining_s=0.0,
+    ),
+    "prefill": Prefill(
+        room=ROOM,
+        generation=1,
+        request_id="req-00",
+        gateway="g0-cccc0001",
+        decode="d0-aaaa0001",
+        identity="sha256:1234",
+        prompt=(1, 2, 151_000),
+        sampling=SAMPLING,
+        remaining_s=29.5,
+    ),
+    "verdict": Verdict(ok=True),
+    "verdict_no": Verdict(ok=False, code="ticket_denied", message="no pages", retry_after_s=1.5),
+    "destination": Destination(
+        room=ROOM,
+        generation=1,
+        decode="d0-aaaa0001",
+        identity="sha256:1234",
+        geometry=GEOMETRY,
+        link=LINK,
+        secret=bytes(range(16)),
+        prefix_len=32,
+        wire_formats=("raw", "fp8"),
+        remaining_s=29.0,
+    ),
+    "destination_reply": DestinationReply(status=DestinationStatus.ACCEPTED),
+    "destination_reply_refused": DestinationReply(
+        status=DestinationStatus.REFUSED, code="identity_mismatch", message="other weights"
+    ),
+    "commit": Commit(
+        room=ROOM,
+        generation=1,
+        prefill="p0-bbbb0001",
+        prompt_len=3,
+        first=(
+            FirstToken(choice=0, token=17, logprob=LOGPROB),
+            FirstToken(choice=1, token=2, finish=FinishReason.LENGTH),
+        ),
+        components=(ComponentDigest(name="kv", num_bytes=6912, digest="00ff"),),
+        wire_format="raw",
+        timings=PrefillTimings(queue_s=0.001, prefill_s=0.25, transfer_s=0.002, backend="shm"),
+    ),
+    "commit_reply": CommitReply(status=CommitStatus.COMMITTED),
+    "commit_reply_failed": CommitReply(status=CommitStatus.FAILED, code="corrupt_state", message="digests disagree"),
+    "tokens": Tokens(
+        sender="d0-aaaa0001",
+        entries=(ENTRY,),
+        timings=(
+            (
+                ROOM,
+                TicketTimings(
+                    reserve_s=0.001,
+                    queue_s=0.002,
+                    prefill_s=0.25,
+                    transfer_s=0.002,
+                    commit_s=0.001,
+                    bytes=(("kv", 6912),),
+                    wire_format="raw",
+                    backend="shm",
+                ),
+            ),
+        ),
+    ),
+    "replay": Replay(room=ROOM, generation=2, wanted=((0, 0), (1, 5))),
+    "replay_reply": ReplayReply(status=ReplayStatus.LIVE, entries=(ENTRY,)),
+    "cancel": Cancel(room=ROOM, generation=2, reason="client_gone"),
+    "cancel_choice": Cancel(room=ROOM, generation=2, reason="stop_string", choice=1),
+    "fail": Fail(room=ROOM, generation=2, sender="p0-bbbb0001", code="engine_error", message="out of memory"),
+    "heartbeat": WorkerReport(
+        role="decode",
+        id="d0",
+        boot_id="aaaa0001",
+        pid=4711,
+        host="10.0.0.7",
+        http_port=9101,
+        state="ready",
+        model="smollm2",
+        identity="sha256:1234",
+        geometry=GEOMETRY,
+        link=LINK,
+        max_model_len=8192,
+        max_choices=8,
+        pages=Pages(total=100, free=90, quarantined=1, in_tickets=9),
+        slots=Pages(total=16, free=15, in_tickets=1),
+        queues={"waiting": 1},
+        tickets={"started": 2},
+        counters={"tokens": 12.0},
+        settings={"transfer": "auto", "threads": 2, "ratio": 0.5, "strict": False, "store": None},
+        sequence=12,
+    ),
+    "heartbeat_gateway": WorkerReport(role="gateway", id="g0", boot_id="cccc0001", pid=1, host="127.0.0.1"),
+}
+
+
+def kinds_of_message(base: type[WireModel] = WireModel) -> list[type[WireModel]]:
+    found = [base] if "kind" in base.model_fields else []
+    for sub in base.__subclasses__():
+        found += kinds_of_message(sub)
+    return found
+
+
+def as_text(message: WireModel) -> str:
+    return json.dumps(json.loads(encode(message)), indent=2, ensure_ascii=False) + "\n"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_wire_has_not_changed(name: str) -> None:
+    path = GOLDEN / f"{name}.json"
+    text = as_text(SAMPLES[name])
+    if os.environ.get(UPDATE) == "1":
+        path.write_text(text)
+    assert path.exists(), f"no golden file for {name}; make it with {UPDATE}=1"
+    assert text == path.read_text(), f"the wire changed; if that is meant, run this file with {UPDATE}=1"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_golden_files_are_read_as_what_was_written(name: str) -> None:
+    sample = SAMPLES[name]
+    assert decode(type(sample), (GOLDEN / f"{name}.json").read_bytes()) == sample
+
+
+def test_every_message_has_a_golden_file_and_every_file_a_message() -> None:
+    assert {type(sample) for sample in SAMPLES.values()} == set(kinds_of_message())
+    assert {path.stem for path in GOLDEN.glob("*")} == set(SAMPLES)
+
+
+def test_kinds_are_distinct_and_versioned() -> None:
+    kinds = [kind.model_fields["kind"].default for kind in kinds_of_message()]
+    assert len(set(kinds)) == len(kinds)
+    assert all("v" in kind.model_fields for kind in kinds_of_message())

@@ -1,0 +1,143 @@
+"""Where a setting comes from, and what a person is told who got one wrong."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from shared.runtime.settings import (
+    ROLES,
+    ConfigError,
+    DecodeSettings,
+    GatewaySettings,
+    KvstoreSettings,
+    PrefillSettings,
+    load_settings,
+    parse_flags,
+    unknown_variables,
+)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(name)
+
+
+def test_highest_source_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("[common]\npage_tokens = 1\n[decode]\npage_tokens = 2\n")
+    assert load_settings(DecodeSettings).page_tokens == 16
+    monkeypatch.setenv("BATON_CONFIG", str(file))
+    assert load_settings(DecodeSettings).page_tokens == 2
+    assert load_settings(PrefillSettings).page_tokens == 1
+    monkeypatch.setenv("BATON_PAGE_TOKENS", "3")
+    assert load_settings(DecodeSettings).page_tokens == 3
+    monkeypatch.setenv("BATON_DECODE_PAGE_TOKENS", "4")
+    assert load_settings(DecodeSettings).page_tokens == 4
+    assert load_settings(PrefillSettings).page_tokens == 3
+    assert load_settings(DecodeSettings, {"page_tokens": "5"}).page_tokens == 5
+
+
+def test_sizes_and_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_KV_BYTES", "96MiB")
+    monkeypatch.setenv("BATON_MAX_MODEL_LEN", "512")
+    monkeypatch.setenv("BATON_DECODE_MAX_MODEL_LEN", "none")
+    assert load_settings(DecodeSettings).kv_bytes == 96 << 20
+    assert load_settings(DecodeSettings).max_model_len is None
+    assert load_settings(PrefillSettings).max_model_len == 512
+    assert load_settings(PrefillSettings, {"max_model_len": "none"}).max_model_len is None
+
+
+def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_GATEWAY_PORT", "")
+    assert load_settings(GatewaySettings).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("BATON_DECODE_PAGE_TOKENS", "0", "decode: page_tokens: Input should be greater than or equal to 1"),
+        ("BATON_PAGE_TOKENS", "many", "from BATON_PAGE_TOKENS"),
+        ("BATON_KV_BYTES", "12", "give a size such as 1GiB"),
+        ("BATON_DEVICE", "tpu", "Input should be 'cpu' or 'cuda'"),
+        ("BATON_NAME", "Decode 1", "may hold only a-z"),
+        ("BATON_PREFILL_CHUNK", "4096", "max_step_tokens (512) is below prefill_chunk (4096)"),
+        ("BATON_HEARTBEAT_S", "nan", "finite"),
+    ],
+)
+def test_a_mistake_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(DecodeSettings)
+    assert said in str(caught.value)
+
+
+def test_a_mistake_says_how_to_set_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_PORT", "99999")
+    with pytest.raises(ConfigError, match="Set it by --port, BATON_GATEWAY_PORT, or `port = …` under \\[gateway\\]"):
+        load_settings(GatewaySettings)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[decode]\npage_token = 1\n", "[decode] has no setting 'page_token'; did you mean 'page_tokens'?"),
+        ("[common]\nprot = 1\n", "[common] has no setting 'prot'; did you mean 'port'?"),
+        ("[decoder]\n", "no section [decoder]; did you mean 'decode'?"),
+        ("page_tokens = 1\n", "no section [page_tokens]"),
+        ("decode = 1\n", "decode must be a section"),
+        ("[decode\n", "baton.toml"),
+    ],
+)
+def test_a_mistake_in_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(content)
+    monkeypatch.setenv("BATON_CONFIG", str(file))
+    with pytest.raises(ConfigError) as caught:
+        load_settings(KvstoreSettings)
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CONFIG", "/nowhere/baton.toml")
+    with pytest.raises(ConfigError, match="No such file"):
+        load_settings(KvstoreSettings)
+
+
+def test_unknown_overrides_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'num_pages'"):
+        load_settings(DecodeSettings, {"num_page": "1"})
+    monkeypatch.setenv("BATON_DECODE_PAGE_TOKNES", "1")
+    monkeypatch.setenv("BATON_PREFILL_CHUNK", "64")
+    assert unknown_variables() == [
+        "BATON_DECODE_PAGE_TOKNES is set but nothing reads it; did you mean 'BATON_DECODE_PAGE_TOKENS'?"
+    ]
+
+
+@pytest.mark.parametrize("role", ["gateway", "prefill", "decode", "kvstore"])
+def test_every_setting_is_a_flag_with_an_explanation(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cls = ROLES[role]
+    with pytest.raises(SystemExit) as ended:
+        parse_flags(cls, ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for field, info in cls.model_fields.items():
+        assert f"--{field.replace('_', '-')} VALUE" in text
+        assert info.description, field
+    assert f"BATON_{role.upper()}_<FIELD>" in text
+    assert "example: python -m services." in text
+
+
+def test_flags_are_overrides() -> None:
+    assert parse_flags(DecodeSettings, ["--page-tokens", "64", "--name=d"]) == {"page_tokens": "64", "name": "d"}
+
+
+def test_settings_are_frozen_and_show_no_password() -> None:
+    settings = load_settings(DecodeSettings, {"nats_url": "nats://me:secret@10.0.0.1:4222"})
+    with pytest.raises(ValidationError):
+        settings.page_tokens = 1  # type: ignore[misc]
+    assert settings.public()["nats_url"] == "nats://***@10.0.0.1:4222"
+    assert settings.public()["name"] == "decode"
