@@ -29,7 +29,7 @@ from shared.protocol.messages import (
 from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError
 from shared.runtime.tombstones import Tombstones
-from shared.transfer.link import Link
+from shared.transfer.link import Link, TicketKey
 from shared.worker.tickets import TicketTable
 
 _SECRET_BYTES = 32
@@ -73,7 +73,7 @@ class DecodeDesk:
 
     async def on_reserve(self, order: Reserve) -> Verdict:
         """Takes the pages, all or nothing, and starts the ticket. Asked again, it says the same again."""
-        if self.tickets.addressed(order) is not None:
+        if self.tickets.find(TicketKey(order.room, order.generation)) is not None:
             return Verdict(ok=True)
         if (cause := self.tickets.end_of(order)) is not None:
             if cause.code == FINISHED:  # our yes got lost, and all is done meanwhile

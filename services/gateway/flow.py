@@ -7,27 +7,25 @@ may be tried again; after that a failure is the client's to see.
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.gateway.admission import RoomQueue
+from services.gateway.attempt import Attempt, Order, orders_of
 from services.gateway.generation import GenerationRequest, TokenEvent
-from services.gateway.inbox import Inbox, Letterbox
+from services.gateway.inbox import Inbox
 from services.gateway.router import Demand, Route
 from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
 from shared.bus.ask import ask
 from shared.machines import request as machine
-from shared.machines.stepping import CANCELLED, Cause, Event, Outcome
+from shared.machines.stepping import CANCELLED, Cause
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Cancel,
-    Prefill,
     Replay,
     ReplayReply,
     ReplayStatus,
-    Reserve,
     Verdict,
-    WireModel,
 )
 from shared.runtime.deps import Deps
 from shared.runtime.errors import (
@@ -64,31 +62,6 @@ class GatewayFlow:
 
     def generate(self, request: GenerationRequest) -> "RequestFlow":
         return RequestFlow(self, request)
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One ticket: its machine, its letterbox, and the pair that serves it."""
-
-    state: machine.Attempt
-    box: Letterbox
-    stopped: set[int] = field(default_factory=set)
-    route: Route | None = None
-    cancel_legs: bool = False
-
-    @property
-    def room(self) -> int:
-        return self.state.room
-
-    @property
-    def done(self) -> bool:
-        return all(finished or c in self.stopped for c, finished in enumerate(self.box.finished))
-
-    def apply(self, event: Event) -> None:
-        step = machine.step(self.state, event)
-        if step.outcome is Outcome.APPLIED:
-            self.state = step.ticket
-            self.cancel_legs |= machine.CancelLegs() in step.effects
 
 
 class RequestFlow:
@@ -153,68 +126,31 @@ class RequestFlow:
         return route
 
     async def _ask_legs(self, attempt: Attempt, route: Route) -> None:
-        """Reserve to D and prefill to P, at once. The first no ends the waiting for the other, and so does a token: P computes
-        only what it has accepted, and only once D has told it where the state goes."""
-        request, room, generation = self._request, attempt.room, attempt.state.generation
-        remaining_s = self._deadline - self._g.deps.clock.now()
-        identity = route.decode.report.identity or ""
-        prefill = route.prefill.peer if route.prefill is not None else None
-        orders: list[tuple[str, str, str, WireModel]] = [
-            (
-                "decode",
-                route.decode.peer,
-                subjects.RESERVE,
-                Reserve(
-                    room=room,
-                    generation=generation,
-                    request_id=request.request_id,
-                    gateway=self._g.deps.peer,
-                    prefill=prefill,
-                    identity=identity,
-                    prompt=request.prompt,
-                    sampling=request.sampling,
-                    remaining_s=remaining_s,
-                ),
-            )
-        ]
-        if prefill is not None:
-            order = Prefill(
-                room=room,
-                generation=generation,
-                request_id=request.request_id,
-                gateway=self._g.deps.peer,
-                decode=route.decode.peer,
-                identity=identity,
-                prompt=request.prompt,
-                sampling=request.sampling,
-                remaining_s=remaining_s,
-            )
-            orders.append(("prefill", prefill, subjects.PREFILL, order))
+        """Reserve to D and prefill to P, at once. The first no ends the waiting for the other, and so does a token: P
+        computes only what it has accepted, and only once D has told it where the state goes."""
+        room = attempt.room
+        orders = orders_of(self._request, attempt, route, self._g.deps.peer, self._deadline - self._g.deps.clock.now())
         refusal: BatonError | None = None
         async with asyncio.TaskGroup() as legs:
-            answers = {legs.create_task(self._ask_leg(room, *order)): order[1] for order in orders}
+            waiting = {legs.create_task(self._ask_leg(room, order)) for order in orders}
             arrived = legs.create_task(attempt.box.arrived())
-            waiting = set(answers)
             while waiting and refusal is None and not arrived.done():
                 done, _ = await asyncio.wait({arrived, *waiting}, return_when=asyncio.FIRST_COMPLETED)
                 refusal = next((a.result() for a in waiting & done if a.result() is not None), None)
                 waiting -= done
             for task in (arrived, *waiting):
                 task.cancel()
-        for unanswered in waiting:
-            self._g.registry.settle(answers[unanswered], room, granted=True)
         if refusal is not None:
             raise refusal
         self._watch.granted()
 
-    async def _ask_leg(self, room: int, role: str, peer: str, verb: str, order: WireModel) -> BatonError | None:
+    async def _ask_leg(self, room: int, order: Order) -> BatonError | None:
         """None for a yes, else why not."""
-        deps, registry = self._g.deps, self._g.registry
+        deps, registry, peer = self._g.deps, self._g.registry, order.peer
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
         try:
-            verdict = await ask(
-                deps.bus, deps.clock, subjects.subject(role, peer, verb), order, Verdict, deadline=deadline
-            )
+            where = subjects.subject(order.role, peer, order.verb)
+            verdict = await ask(deps.bus, deps.clock, where, order.message, Verdict, deadline=deadline)
         except PeerLost as error:
             registry.drop(peer)
             return error
@@ -269,7 +205,7 @@ class RequestFlow:
         """Asks D for *tokens from k* of every choice that is not done."""
         deps, box = self._g.deps, attempt.box
         wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and c not in attempt.stopped)
-        message = Replay(room=attempt.room, generation=attempt.state.generation, wanted=wanted)
+        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted)
         where = subjects.subject("decode", route.decode.peer, subjects.REPLAY)
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
         reply = await ask(deps.bus, deps.clock, where, message, ReplayReply, deadline=deadline)
@@ -295,9 +231,12 @@ class RequestFlow:
 
     def _close_attempt(self, attempt: Attempt) -> None:
         """Ends the attempt whatever its state; each leg that may still hold something is told."""
-        generation = attempt.state.generation
+        generation = attempt.generation
         attempt.apply(machine.Ended(generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
+        for worker in (attempt.route.decode, attempt.route.prefill) if attempt.route is not None else ():
+            if worker is not None:  # whatever it answered or would have: its next report counts what it holds
+                self._g.registry.settle(worker.peer, attempt.room, granted=True)
         if attempt.route is None or not attempt.cancel_legs or all(attempt.box.finished):
             return
         order = Cancel(
@@ -324,7 +263,7 @@ class RequestFlow:
     def timings(self) -> dict[str, object]:
         return self._watch.as_dict() | {
             "path": self._path,
-            "attempts": self._attempt.state.generation if self._attempt else 0,
+            "attempts": self._attempt.generation if self._attempt else 0,
         }
 
     def stop_choice(self, choice: int) -> None:
@@ -335,7 +274,7 @@ class RequestFlow:
         attempt.stopped.add(choice)
         attempt.box.wake.set()
         if attempt.route is not None and not attempt.done:
-            order = Cancel(room=attempt.room, generation=attempt.state.generation, reason="stop", choice=choice)
+            order = Cancel(room=attempt.room, generation=attempt.generation, reason="stop", choice=choice)
             self._g.deps.spawn(self._tell("decode", attempt.route.decode.peer, order), f"stop-{attempt.room}")
 
     async def aclose(self) -> None:

@@ -91,8 +91,8 @@ class Display:
 
     def line(self, name: str, text: str) -> None:
         """One log line of a process."""
-        prefix = Text(f"{name:<{self._width}} │ ", style=self._color.get(name, "white"))
-        self._console.print(prefix + Text(text), soft_wrap=True)
+        prefix = f"{name:<{self._width}} │ "
+        self._say(Text.assemble((prefix, self._color.get(name, "white")), text))
 
     def phase(self, name: str, phase: Phase, detail: str) -> None:
         self._rows[name] = (phase, detail, time.monotonic())

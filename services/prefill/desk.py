@@ -22,7 +22,7 @@ from shared.protocol.messages import (
 )
 from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError
-from shared.transfer.link import Link
+from shared.transfer.link import Link, TicketKey
 from shared.worker.tickets import TicketTable
 
 _EARLY_HOLD_S = 0.4
@@ -61,7 +61,7 @@ class PrefillDesk:
 
     async def on_prefill(self, order: Prefill) -> Verdict:
         """Takes the prompt's pages and starts the ticket. Asked again, it says the same again."""
-        if self.tickets.addressed(order) is not None:
+        if self.tickets.find(TicketKey(order.room, order.generation)) is not None:
             return Verdict(ok=True)
         if (cause := self.tickets.end_of(order)) is not None:
             if cause.code == FINISHED:  # our yes got lost, and all is done meanwhile

@@ -94,7 +94,8 @@ class Engine(Protocol):
         PoolExhausted having taken nothing. InvalidRequest where it could never fit."""
 
     def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
-        """Per component, the physical units of the group's prompt in logical order: the destination of a transfer."""
+        """Per component, the physical units of the group's prompt in logical order: the destination of a transfer. Only
+        until the group is started."""
 
     def prefill(self, key: TicketKey) -> AsyncIterator[ChunkDone]:
         """P: computes the prompt chunk by chunk and yields after each; the next chunk computes meanwhile. Ends after
@@ -126,4 +127,9 @@ class Engine(Protocol):
     def last_progress_age_s(self) -> float:
         """Seconds since a step finished while work was waiting; 0 when idle. Feeds /health."""
 
-    async def close(self) -> None: ...
+    async def run(self) -> None:
+        """Computes steps until `close`: the vital task of whoever owns the engine. What it raises is a bug, or its
+        cancellation; a failing step fails the step's groups and no more."""
+
+    async def close(self) -> None:
+        """Returns when no step is under way and none will be. Groups then hold nothing that anybody computes in."""

@@ -5,6 +5,7 @@ made, so the compute thread and the loop never look at the same mutable thing.
 from dataclasses import dataclass
 
 from shared.engine.sampler import Sampled, SampleRow
+from shared.runtime.errors import EngineError
 from shared.transfer.link import TicketKey
 
 
@@ -55,6 +56,6 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """For each row of the plan, its samples in order."""
+    """For each row of the plan its samples in order, or why that row alone could not be sampled."""
 
-    sampled: tuple[tuple[Sampled, ...], ...]
+    sampled: tuple[tuple[Sampled, ...] | EngineError, ...]

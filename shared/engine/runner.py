@@ -9,6 +9,7 @@ from shared.engine.batch import CopyPage, Row, StepPlan, StepResult
 from shared.engine.models.base import Batch, Model
 from shared.engine.pool import StatePool
 from shared.engine.sampler import Sampled, SampleRow, sample
+from shared.runtime.errors import EngineError
 
 SampleFunction = Callable[[torch.Tensor, Sequence[SampleRow]], Sequence[Sampled]]
 
@@ -34,8 +35,30 @@ class Runner:
             return StepResult(((),) * len(plan.rows))
         repeats = torch.tensor([len(row.samples) for row in wanted], device=logits.device)
         spread = logits.repeat_interleave(repeats, dim=0) if int(repeats.max()) > 1 else logits  # [samples, vocab]
-        drawn = iter(self._sample_rows(spread, [sample for row in wanted for sample in row.samples]))
-        return StepResult(tuple(tuple(next(drawn) for _ in row.samples) for row in plan.rows))
+        drawn = iter(self._draw(spread, [sample for row in wanted for sample in row.samples]))
+        return StepResult(tuple(_all_or_error([next(drawn) for _ in row.samples]) for row in plan.rows))
+
+    def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled | EngineError]:
+        """A row that cannot be sampled (a bias that forbids every token, logits that are not finite) spoils no other."""
+        try:
+            return list(self._sample_rows(logits, rows))
+        except EngineError:
+            return [self._draw_one(logits[k : k + 1], row) for k, row in enumerate(rows)]
+
+    def _draw_one(self, logits: torch.Tensor, row: SampleRow) -> Sampled | EngineError:
+        try:
+            return self._sample_rows(logits, [row])[0]
+        except EngineError as error:
+            return error
+
+
+def _all_or_error(drawn: list[Sampled | EngineError]) -> tuple[Sampled, ...] | EngineError:
+    tokens: list[Sampled] = []
+    for one in drawn:
+        if isinstance(one, EngineError):
+            return one
+        tokens.append(one)
+    return tuple(tokens)
 
 
 def build_batch(rows: tuple[Row, ...]) -> Batch:

@@ -16,7 +16,7 @@ from shared.engine.sampler import Sampled, SampleRow
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings
 from shared.protocol.messages import FirstToken
-from shared.runtime.errors import PoolExhausted
+from shared.runtime.errors import EngineError, PoolExhausted
 from shared.state.layout import PoolLayout
 from shared.transfer.link import TicketKey
 
@@ -109,7 +109,9 @@ class Scheduler:
             group = self.groups[row.key]
             if group.phase is Phase.ENDED:
                 continue
-            if row.choice is None:
+            if isinstance(sampled, EngineError):
+                self._fail_group(group, sampled.code, sampled.message, effects)
+            elif row.choice is None:
                 self._apply_prompt(group, row, sampled, effects)
             else:
                 self._apply_choice(group, group.choices[row.choice], row, sampled, effects)

@@ -114,7 +114,7 @@ class Service:
         loop = asyncio.get_running_loop()
 
         def on_signal(number: signal.Signals) -> None:
-            log.info("%s: ending in order; once more ends at once", number.name)
+            log.info("%s: ending in order", number.name)
             loop.remove_signal_handler(number)
             self.request_stop()
 

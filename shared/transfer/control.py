@@ -68,7 +68,7 @@ class Reply(WireModel):
     code: str = ""
     message: str = ""
     receipt: tuple[ComponentDigest, ...] = ()
-    counters: dict[str, int] = {}
+    counters: dict[str, int] = Field(default_factory=dict)
     """In the answer to a ping."""
 
 

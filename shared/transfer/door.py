@@ -22,7 +22,7 @@ from shared.machines.transfer import (
 )
 from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
 from shared.state.layout import PoolLayout
-from shared.transfer.ledger import Ledger
+from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
 from shared.transfer.pool import Run
 from shared.transfer.wire import Header, WirePiece, sign
@@ -38,11 +38,12 @@ class Refused(TransferRefused):
         self.reason = reason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Grant:
     """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set."""
 
     key: TicketKey
+    backend: str
     pieces: tuple[WirePiece, ...]
     runs: tuple[Run, ...]
     stopped: threading.Event
@@ -104,7 +105,7 @@ class Door:
             entry.ticket = moved.ticket
             for piece in header.pieces:
                 entry.ledger.drop(piece.component, piece.first_unit, piece.num_units)
-            grant = Grant(key, header.pieces, runs, threading.Event(), stop)
+            grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:
@@ -123,6 +124,10 @@ class Door:
                 return False
             for piece, layers in zip(grant.pieces, digests, strict=True):
                 entry.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+                component = self._layout.components[piece.component]
+                moved = payload_bytes(component, piece.num_units, piece.rows_in_last)
+                self._counters[f"received_{grant.backend}_bytes"] += moved
+            self._counters["landed"] += 1
             return True
 
     def leave(self, grant: Grant) -> None:

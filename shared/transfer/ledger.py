@@ -11,6 +11,12 @@ from shared.transfer.link import ComponentReceipt, Receipt
 from shared.transfer.pool import DIGEST_BYTES
 
 
+def payload_bytes(component: StateComponent, num_units: int, rows_in_last: int) -> int:
+    """Bytes of the rows with state in `num_units` units, all layers."""
+    rows = max(0, num_units - 1) * component.unit_tokens + (rows_in_last if num_units else 0)
+    return rows * component.row_bytes * component.num_layers
+
+
 class Ledger:
     """Not safe for use from several threads at once."""
 

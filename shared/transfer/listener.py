@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from shared.runtime.errors import PeerLost, TransferError
+from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.components import StateComponent
 from shared.transfer.backend import Digests, Timing
 from shared.transfer.door import Door, Grant, Refused
@@ -106,10 +106,12 @@ class Listener:
             self._serve(connection)
         except PeerLost:
             self._door.count("connections_ended")
-        except TransferError as error:
-            reason = error.reason if isinstance(error, Refused) else _first_word(error)
+        except TransferRefused as error:
+            reason = error.reason if isinstance(error, Refused) else error.message.split(":")[0]
             self._door.count(f"refused_{reason}")
-            _tell(connection, Answer(ok=False, reason=reason, message=str(error)))
+            _tell(connection, Answer(ok=False, reason=reason, message=error.message))
+        except TransferError as error:
+            self._door.count(f"failed_{error.code}")
         except Exception:
             self._door.count("connection_errors")
             _log.exception("%s: a connection failed", self._name)
@@ -149,7 +151,6 @@ class Listener:
             self._door.leave(grant)
         if not done:
             return Answer(ok=False, reason="fenced", message="the ticket was fenced meanwhile")
-        self._door.count("landed")
         return Answer(ok=True)
 
 
@@ -170,10 +171,6 @@ def _difference(theirs: tuple[StateComponent, ...], own: tuple[StateComponent, .
             if getattr(a, name) != getattr(b, name):
                 return f"component {b.name}: {name} is {getattr(a, name)}, not {getattr(b, name)}"
     return "no difference"
-
-
-def _first_word(error: TransferError) -> str:
-    return error.message.split(":")[0] if isinstance(error, Malformed) else error.code
 
 
 def _tell(connection: Connection, answer: Answer) -> None:

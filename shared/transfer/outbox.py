@@ -15,7 +15,7 @@ from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
-from shared.transfer.ledger import Ledger
+from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
 
 _PER_PEER = 2
@@ -134,6 +134,10 @@ class Outbox:
             ticket.channel = None
             ticket.still.set()
         self.counters[f"sent_{backend.name}"] += 1
+        self.counters[f"sent_{backend.name}_bytes"] += sum(
+            payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last)
+            for piece in manifest.pieces
+        )
         return digests
 
     async def _channel(self, peer: _Peer, address: LinkAddress) -> tuple[Backend, Channel]:

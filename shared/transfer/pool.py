@@ -89,12 +89,6 @@ class Pool:
         plane = self._planes[run.component]
         return min(run.units) >= 0 and max(run.units) < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
-    def num_bytes(self, run: Run) -> int:
-        """Payload bytes of `run`, all layers."""
-        plane = self._planes[run.component]
-        rows = (len(run.units) - 1) * plane.unit_tokens + run.rows_in_last
-        return rows * plane.row_bytes * plane.segments * plane.num_layers
-
     def views(self, run: Run, layer: int) -> list[memoryview]:
         """The rows of `run` in one layer, in wire order: unit after unit, neighbours joined."""
         plane = self._planes[run.component]

@@ -129,7 +129,7 @@ class Answer:
         deltas = []
         for number, items in by_choice.items():
             choice = choices[number]
-            if False:
+            if choice.finish is not None:
                 continue
             delta = choice.take(items)
             if delta.stopped:

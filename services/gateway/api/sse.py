@@ -2,6 +2,8 @@
 is given up."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
@@ -37,27 +39,41 @@ class EventStream:
 
         ClientGone where nobody reads any more; the connection is closed then.
         """
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await (await self._prepared()).write(data)
-        except ConnectionError as error:
-            raise ClientGone from error
-        except TimeoutError as error:
-            self._abort()
-            raise ClientGone(f"the client read nothing for {self._write_timeout_s} s") from error
+        if self._response is not None and self._surely_fits(data):
+            try:
+                await self._response.write(data)
+            except ConnectionError as error:
+                raise ClientGone from error
+            return
+        async with self._patience():
+            await (await self._prepared()).write(data)
 
     async def end(self) -> web.StreamResponse:
         """Ends the answer; the connection may serve the next request."""
-        response = await self._prepared()
+        async with self._patience():
+            response = await self._prepared()
+            await response.write_eof()
+        return response
+
+    def _surely_fits(self, data: bytes) -> bool:
+        """Nothing to wait for, and so no need of a timer: the usual case, once for each token."""
+        transport = self._request.transport
+        if transport is None:
+            return False
+        low, _ = transport.get_write_buffer_limits()
+        return transport.get_write_buffer_size() + len(data) < low
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await response.write_eof()
+                yield
         except ConnectionError as error:
             raise ClientGone from error
         except TimeoutError as error:
-            self._abort()
+            if self._request.transport is not None:
+                self._request.transport.abort()
             raise ClientGone(f"the client read nothing for {self._write_timeout_s} s") from error
-        return response
 
     async def _prepared(self) -> web.StreamResponse:
         async with self._preparing:
@@ -66,7 +82,3 @@ class EventStream:
                 await response.prepare(self._request)
                 self._response = response
         return self._response
-
-    def _abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()

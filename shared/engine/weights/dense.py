@@ -24,7 +24,7 @@ class DenseNumbers(BaseModel):
     intermediate_size: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
-    head_dim: PositiveInt = Field(multiple_of=2)
+    head_dim: PositiveInt = Field(multiple_of=2, le=1024)
     norm_eps: PositiveFloat
     rope_base: PositiveFloat
     tied: bool

@@ -1,6 +1,7 @@
 """From reservation to free pages, by every way a ticket can go."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from random import Random
@@ -64,8 +65,8 @@ def start(bench: EngineBench, key: TicketKey, sampling: SamplingSpec = GREEDY) -
 
 async def test_retire_waits_for_the_step_that_uses_the_pages() -> None:
     executor = HeldExecutor()
-    async with running(executor=executor) as bench, asyncio.timeout(10):
-        start(bench, KEY)
+    async with running(executor=executor, prefill_chunk=64) as bench, asyncio.timeout(10):
+        start(bench, KEY)  # one step brings the first token
         await executor.begun.wait()
         held = bench.engine.pages()
         retiring = asyncio.gather(bench.engine.retire(KEY), bench.engine.retire(KEY))
@@ -124,6 +125,19 @@ async def test_a_failed_group_is_told_once_and_keeps_its_pages_until_retired() -
         assert not bench.is_empty()
         await bench.engine.retire(KEY)
         assert bench.is_empty()
+
+
+async def test_a_request_that_forbids_every_token_fails_alone() -> None:
+    impossible = GREEDY.model_copy(update={"logit_bias": tuple((token, -math.inf) for token in range(256))})
+    async with running() as bench:
+        start(bench, KEY)
+        start(bench, OTHER, impossible)
+        await bench.finish(KEY)
+        assert bench.text_of(KEY) == undivided(PROMPT, GREEDY)[0]
+        assert [f.key for o in bench.outputs for f in o.failed] == [OTHER]
+        bench.engine.reserve(TicketKey(3, 1), PROMPT, impossible, decodes=False)
+        with pytest.raises(EngineError):
+            [chunk async for chunk in bench.engine.prefill(TicketKey(3, 1))]
 
 
 async def test_prefill_computes_ahead_of_its_consumer_but_not_far() -> None:

@@ -37,7 +37,7 @@ LLAMA3_ROPE = {
 
 
 def dense_logits(weights: Weights, tokens: list[int], turn: torch.Tensor) -> torch.Tensor:
-    """[T, vocab] in float64, each head by itself, without pages, fusions or a cache. turn: [D / 2] radians a position."""
+    """[T, vocab] in float64, head by head, without pages, fusions or a cache. turn: [D / 2] radians a position."""
     w = {name: torch.from_numpy(array).double() for name, array in weights.items()}
     angles = torch.outer(torch.arange(len(tokens)).double(), turn.double())
     turned = torch.polar(torch.ones_like(angles), angles)  # complex, [T, D / 2]

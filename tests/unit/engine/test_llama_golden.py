@@ -1,13 +1,15 @@
 """The real model against token ids and logits that another engine computed from the same weights."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support_model import PagedSequences, real_model
+from shared.engine.weights.prepared import WEIGHTS_FILE
+from tests.support_model import PagedSequences, real_model, real_prepared
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "golden" / "smollm2.json").read_text())
 NEAR_TIE = 0.001
@@ -56,6 +58,21 @@ def test_greedy_stops_where_the_golden_chat_answers_stop(replay: tuple[list[Case
             assert chosen[: chosen.index(2) + 1] == case["output_ids"]
             stopped += 1
     assert stopped >= 3
+
+
+def test_mapped_weights_stay_shared(replay: tuple[list[Case], torch.Tensor]) -> None:
+    """After all that computing, none of the weights' pages is this process's own: more workers need no more memory."""
+    weights = real_prepared().directory / WEIGHTS_FILE
+    kib: Counter[str] = Counter()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            kib[key] += int(value.split()[0]) if inside else 0
+        elif "-" in key.split(" ")[0]:
+            inside = line.endswith(str(weights))
+    assert kib["Rss"] * 1024 > 0.9 * weights.stat().st_size
+    assert kib["Private_Dirty"] == kib["Anonymous"] == 0
 
 
 def test_logits_and_margins_agree(replay: tuple[list[Case], torch.Tensor]) -> None:

@@ -247,6 +247,15 @@ def test_equals_the_direct_rendering(
     assert sum(a.token != b for a, b in zip(sampled, expected, strict=True)) <= (1 if vocab == 9000 else 0)
 
 
+def test_the_cdf_of_a_large_vocabulary_does_not_drift() -> None:
+    logits = (np.random.default_rng(1).standard_normal(200_000) * 0.1).astype(np.float32)
+    sampling = spec(seed=1)
+    draws = uniform(np.full(8, 1, np.uint64), np.zeros(8, np.int64), np.arange(8))
+    sampled = sample(torch.from_numpy(logits).expand(8, -1), [row(sampling, position=p) for p in range(8)])
+    for one, draw in zip(sampled, draws, strict=True):
+        assert abs(one.token - direct(logits, sampling, float(draw))) <= 1
+
+
 def test_frequencies_follow_the_softmax() -> None:
     probabilities = np.array([0.02, 0.08, 0.2, 0.3, 0.4])
     n = 20_000

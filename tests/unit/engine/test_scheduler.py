@@ -1,14 +1,16 @@
 """What goes into a step, seen on the plans themselves."""
 
+from itertools import pairwise
+
 from shared.engine.api import EngineStats
 from shared.engine.batch import CopyPage, CopySlot, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.models.toy import Toy
 from shared.engine.sampler import Sampled
 from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Choice, Group
+from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings, plan_layout
-from shared.protocol.messages import FirstToken, SamplingSpec
+from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
 from shared.transfer.link import TicketKey
 
 
@@ -146,3 +148,57 @@ def test_a_reservation_takes_the_prompt_and_the_first_steps_of_each_choice() -> 
     assert books.capacity.pages.held == 6 + 3
     books.reserve(3, 10, n=4)  # P: one sequence whatever n is
     assert (books.capacity.pages.held, books.capacity.slots.held) == (9 + 3, 2 + 1 + 1)
+
+
+def test_a_choice_stopped_before_its_siblings_copied_from_it_keeps_its_pages_until_then() -> None:
+    books = Books(growth_tokens=4)
+    group = books.decoding(1, 10, n=2)
+    mine = list(group.choices[0].pages)
+    books.scheduler.finish_choice(group, 0)
+    plan = books.plan()
+    assert CopyPage(mine[2], group.choices[1].pages[2]) in plan.copies
+    assert all(books.capacity.pages.is_held(page) for page in mine)
+    books.scheduler.apply(plan, StepResult(((Sampled(7, None),),)))
+    assert [books.capacity.pages.is_held(page) for page in mine] == [True, True, False, False]
+    assert books.capacity.slots.held == 1
+
+
+def test_a_choice_stopped_during_a_step_keeps_its_pages_until_the_step_is_over() -> None:
+    books = Books()
+    group = books.decoding(1, 10, n=2)
+    books.step()
+    held = books.capacity.pages.held
+    plan = books.plan()
+    books.scheduler.finish_choice(group, 1)
+    assert (books.capacity.pages.held, books.capacity.slots.held) == (held, 2)
+    effects = books.scheduler.apply(plan, StepResult(((Sampled(7, None),),) * 2))
+    assert [out.choice for out in effects.tokens] == [0]
+    assert books.capacity.pages.held < held
+    assert books.capacity.slots.held == 1
+
+
+def test_what_was_taken_for_choices_that_ended_at_once_is_given_back() -> None:
+    books = Books(growth_tokens=6)
+    group = books.reserve(1, 10, decodes=True, n=3)
+    ended = tuple(FirstToken(choice=c, token=7, finish=FinishReason.STOP if c < 2 else None) for c in range(3))
+    books.scheduler.start_prefilled(group, ended)
+    assert books.capacity.pages.held == 4
+    assert books.capacity.slots.held == 1
+    assert books.step() == [(1, 10, 11)]
+
+
+def test_recomputing_after_preemption_keeps_to_the_chunk_borders_and_samples_nothing_twice() -> None:
+    books = Books(num_pages=17, growth_tokens=1, prefill_chunk=8)
+    old = books.decoding(1, 11)
+    young = books.decoding(2, 11)
+    while young.phase is not Phase.PREEMPTED:
+        books.step()
+    outputs = list(young.choices[0].outputs)
+    assert len(outputs) > 10
+    books.scheduler.retire(old)
+    known = 11 + len(outputs)
+    steps = []
+    while young.choices[0].outputs == outputs:
+        steps += books.step()
+    borders = [0, 8, 11, *range(16, known, 8), known]
+    assert steps == [(2, a, b) for a, b in pairwise(borders)]

@@ -1,0 +1,160 @@
+"""The door alone: who is let in, and what a fence waits for."""
+
+from dataclasses import replace
+
+import pytest
+
+from shared.runtime.errors import InvalidRequest, UnknownRoom
+from shared.state.components import IndexKind, StateComponent
+from shared.state.layout import PoolLayout
+from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.link import TicketKey
+from shared.transfer.wire import Header, WirePiece, sign
+
+LAYOUT = PoolLayout((StateComponent("kv", IndexKind.PAGE, 4, (), (2,), "uint8", (0, 1)),), 8, 0)
+KEY, SECRET, NONCE = TicketKey(77, 1), b"secret", b"nonce"
+PIECE = WirePiece(component=0, num_layers=2, first_unit=0, num_units=2, rows_in_last=4)
+DIGESTS = [[[b"a" * 16, b"b" * 16], [b"c" * 16, b"d" * 16]]]
+
+
+class Bell:
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def __call__(self) -> None:
+        self.rung += 1
+
+
+@pytest.fixture
+def announced() -> list[TicketKey]:
+    return []
+
+
+@pytest.fixture
+def door(announced: list[TicketKey]) -> Door:
+    door = Door(LAYOUT, lambda key, _backend: announced.append(key))
+    door.open(KEY, SECRET, ((5, 2, 7),))
+    return door
+
+
+def knock(door: Door, *pieces: WirePiece, key: TicketKey = KEY, stop: Bell | None = None) -> Grant:
+    header = Header(room=key.room, generation=key.generation, sequence=3, pieces=pieces)
+    raw = header.model_dump_json().encode()
+    return door.admit(header, raw, sign(SECRET, NONCE, 3, raw), NONCE, "test", stop or Bell())
+
+
+def test_a_grant_names_the_receivers_own_units(door: Door, announced: list[TicketKey]) -> None:
+    grant = knock(door, replace_piece(first_unit=1))
+    assert grant.runs[0].units == (2, 7)
+    assert announced == [KEY]
+
+
+def replace_piece(**changes: int) -> WirePiece:
+    return PIECE.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("reason", "piece"),
+    [
+        ("bad_component", replace_piece(component=1)),
+        ("bad_component", replace_piece(component=-1)),
+        ("bad_layers", replace_piece(num_layers=1)),
+        ("bad_range", replace_piece(first_unit=2)),
+        ("bad_range", replace_piece(first_unit=-1)),
+        ("bad_range", replace_piece(num_units=0)),
+        ("bad_range", replace_piece(num_units=10**30)),
+        ("bad_rows", replace_piece(rows_in_last=0)),
+        ("bad_rows", replace_piece(rows_in_last=5)),
+    ],
+)
+def test_a_piece_that_does_not_fit_is_refused(
+    door: Door, announced: list[TicketKey], reason: str, piece: WirePiece
+) -> None:
+    with pytest.raises(Refused) as caught:
+        knock(door, piece)
+    assert caught.value.reason == reason
+    assert announced == []
+
+
+def test_the_signature_covers_the_nonce_the_sequence_and_the_header(door: Door) -> None:
+    header = Header(room=KEY.room, generation=1, sequence=3, pieces=(PIECE,))
+    raw = header.model_dump_json().encode()
+    for mac in (
+        sign(SECRET, b"other", 3, raw),
+        sign(SECRET, NONCE, 4, raw),
+        sign(SECRET, NONCE, 3, raw + b" "),
+        sign(b"other", NONCE, 3, raw),
+        b"",
+    ):
+        with pytest.raises(Refused, match="bad_mac"):
+            door.admit(header, raw, mac, NONCE, "test", Bell())
+    door.admit(header, raw, sign(SECRET, NONCE, 3, raw), NONCE, "test", Bell())
+
+
+def test_a_fence_stops_the_writer_and_waits_for_it(door: Door) -> None:
+    stop, quiesced = Bell(), Bell()
+    grant = knock(door, PIECE, stop=stop)
+    door.fence(KEY, quiesced)
+    door.fence(KEY, quiesced)
+    assert (stop.rung, quiesced.rung) == (2, 0)
+    assert grant.stopped.is_set()
+    assert not door.landed(grant, DIGESTS)
+    with pytest.raises(Refused, match="dead_room"):
+        knock(door, replace_piece(first_unit=2, num_units=1))
+    door.leave(grant)
+    assert quiesced.rung == 2
+    with pytest.raises(UnknownRoom):
+        door.received(KEY)
+    with pytest.raises(Refused, match="dead_room"):
+        knock(door, PIECE)
+    door.fence(KEY, quiesced)
+    assert quiesced.rung == 3
+
+
+def test_the_room_is_remembered_only_while_that_is_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.transfer.door._NUM_TOMBSTONES", 2)
+    for room in (1, 2, 3):
+        door.open(TicketKey(room, 1), SECRET, ((0,),))
+        door.fence(TicketKey(room, 1), Bell())
+    reasons = {}
+    for room in (1, 2, 3):
+        with pytest.raises(Refused) as caught:
+            knock(door, PIECE, key=TicketKey(room, 1))
+        reasons[room] = caught.value.reason
+    assert reasons == {1: "unknown_room", 2: "dead_room", 3: "dead_room"}
+
+
+def test_an_older_attempt_is_told_so(door: Door) -> None:
+    door.open(replace(KEY, generation=2), SECRET, ((1,),))
+    door.fence(KEY, Bell())
+    with pytest.raises(Refused, match="stale_generation"):
+        knock(door, PIECE)
+
+
+def test_what_is_written_again_is_not_counted_until_it_landed(door: Door) -> None:
+    grant = knock(door, PIECE)
+    assert door.landed(grant, DIGESTS)
+    door.leave(grant)
+    assert door.received(KEY)[0].num_bytes == 2 * 2 * 8
+    again = knock(door, replace_piece(num_units=1))
+    door.leave(again)
+    assert door.received(KEY)[0].num_bytes == 2 * 8
+
+
+def test_a_failing_announcement_lets_nobody_in() -> None:
+    def fail(key: TicketKey, backend: str) -> None:
+        raise RuntimeError("the loop is gone")
+
+    door, quiesced = Door(LAYOUT, fail), Bell()
+    door.open(KEY, SECRET, ((5, 2, 7),))
+    with pytest.raises(RuntimeError):
+        knock(door, PIECE)
+    door.fence(KEY, quiesced)
+    assert quiesced.rung == 1
+
+
+def test_an_open_ticket_is_not_opened_again(door: Door) -> None:
+    with pytest.raises(InvalidRequest):
+        door.open(KEY, SECRET, ((1,),))
+    with pytest.raises(InvalidRequest):
+        door.open(TicketKey(78, 1), b"", ((1,),))
