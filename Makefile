@@ -29,9 +29,10 @@ up: $(VENV)/.installed ## a cluster on 127.0.0.1:8000; ARGS="--decode 2" for mor
 test: lint types ## what CI runs: lint, types, import contracts, and every test that is not marked slow
 	$(BIN)/python -m pytest -m "not slow" tests
 
-lint: $(VENV)/.installed-dev ## ruff and the import contracts
+lint: $(VENV)/.installed-dev ## ruff, the import contracts, and whether the diagrams of the machines are up to date
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python ops/gen_machines.py --check
 
 types: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy

@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,48 +19,15 @@ import httpx
 import openai
 import psutil
 
+from tests.support_client import Answer, Report, answer_of, body_of, complete, is_alive, poll
+
+__all__ = ["Answer", "RealCluster", "Report", "body_of", "complete", "is_alive", "poll"]
+
 REPO = Path(__file__).parents[1]
-MODEL = "smollm2-135m-instruct"
 START_S = 180.0
 STOP_S = 60.0
 SETTLE_S = 30.0
-_POLL_S = 0.05
 _TROUBLE = ("Traceback", " ERROR ", " CRITICAL ", "was never retrieved", "was destroyed but it is pending")
-
-Report = dict[str, Any]
-
-
-def poll(what: Callable[[], Any], why: Callable[[], str] | str, within_s: float) -> Any:
-    """The first true value of `what`; AssertionError with `why` after `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not (value := what()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"after {within_s:g} s: {why if isinstance(why, str) else why()}")
-        time.sleep(_POLL_S)
-    return value
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer of the gateway. `body` is the JSON, also of an error."""
-
-    status: int
-    body: dict[str, Any]
-    headers: Mapping[str, str]
-
-    @property
-    def path(self) -> str:
-        return self.headers["x-baton-path"]
-
-    @property
-    def choices(self) -> list[dict[str, Any]]:
-        assert self.status == 200, self.body
-        return list(self.body["choices"])
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the first choice; needs `"baton": {"token_ids": true}`."""
-        return list(self.choices[0]["token_ids"])
 
 
 class RealCluster:
@@ -91,7 +57,8 @@ class RealCluster:
         self.expect_trouble = False
         self._warm = warm and model is None
         self._model = model
-        self._flags = ["--prefill", str(prefill), "--decode", str(decode), *(["--model", model] if model else [])]
+        self._flags = ["--state-dir", str(self.state_dir)]
+        self._flags += ["--prefill", str(prefill), "--decode", str(decode), *(["--model", model] if model else [])]
         self._flags += [] if restart else ["--no-restart"]
         self._flags += [part for key, value in (settings or {}).items() for part in ("--set", f"{key}={value}")]
         self._process: subprocess.Popen[bytes] | None = None
@@ -215,12 +182,7 @@ class RealCluster:
         self, *, route: str = "/v1/completions", baton: Mapping[str, object] | None = None, **body: Any
     ) -> Answer:
         """One request, whole answer. Greedy, with token ids, unless `body` says otherwise. `baton` is added to."""
-        return _answer(self._client.post(route, json=self.body(baton=baton, **body)))
-
-    @staticmethod
-    def body(*, baton: Mapping[str, object] | None = None, **body: Any) -> dict[str, Any]:
-        """The body `complete` sends, for tests with a client of their own."""
-        return {"model": MODEL, "temperature": 0, "baton": {"token_ids": True, **(baton or {})}} | body
+        return answer_of(self._client.post(route, json=body_of(baton=baton, **body)))
 
     def openai(self) -> openai.OpenAI:
         """The official client; close it, or use it as a context."""
@@ -314,7 +276,7 @@ class RealCluster:
         """Several at once, so that every pair of workers gets some."""
         paths = ["remote"] * 3 * self.num_prefill * self.num_decode + ["local"] * self.num_decode
         with httpx.Client(base_url=self.url, timeout=60.0) as http, ThreadPoolExecutor(len(paths)) as threads:
-            bodies = [self.body(prompt=[1, 2, 3], max_tokens=2, baton={"path": path}) for path in paths]
+            bodies = [body_of(prompt=[1, 2, 3], max_tokens=2, baton={"path": path}) for path in paths]
             for answer in threads.map(lambda body: http.post("/v1/completions", json=body), bodies):
                 assert answer.status_code == 200, f"{answer.text}\n{self.log()}"
 
@@ -328,21 +290,3 @@ class RealCluster:
     def _client(self) -> httpx.Client:
         assert self._http is not None, "the cluster does not run"
         return self._http
-
-
-async def complete(
-    http: httpx.AsyncClient, *, route: str = "/v1/completions", baton: Mapping[str, object] | None = None, **body: Any
-) -> Answer:
-    """As `RealCluster.complete`, through an `async_client`."""
-    return _answer(await http.post(route, json=RealCluster.body(baton=baton, **body)))
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _answer(response: httpx.Response) -> Answer:
-    return Answer(response.status_code, response.json(), response.headers)

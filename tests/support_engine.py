@@ -1,6 +1,7 @@
 """Drives a real engine with the toy model: the small things that every engine test does with one."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,11 +34,13 @@ class EngineBench:
     pool: StatePool
     tokens: list[TokenOut] = field(default_factory=list)
     outputs: list[StepOutput] = field(default_factory=list)
+    finished: Counter[TicketKey] = field(default_factory=Counter)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listen(self, output: StepOutput) -> None:
         self.outputs.append(output)
         self.tokens += output.tokens
+        self.finished.update(out.key for out in output.tokens if out.finish is not None)
         self.heard.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -54,7 +57,7 @@ class EngineBench:
         return [out.token for out in mine]
 
     def is_finished(self, key: TicketKey, choices: int = 1) -> bool:
-        return sum(out.key == key and out.finish is not None for out in self.tokens) == choices
+        return self.finished[key] == choices
 
     async def finish(self, key: TicketKey, choices: int = 1) -> None:
         await self.until(lambda: self.is_finished(key, choices))
@@ -127,7 +130,7 @@ async def running(
     model: Model | None = None, executor: Executor | None = None, **settings: int
 ) -> AsyncIterator[EngineBench]:
     sizes = {"num_pages": 64, "page_tokens": 4, "prefill_chunk": 16} | settings
-    chosen = EngineSettings(**sizes)  # type: ignore[arg-type]
+    chosen = EngineSettings(**sizes)
     model = model or Toy()
     pool = StatePool(plan_layout(model, chosen))
     for tensor in pool.tensors:

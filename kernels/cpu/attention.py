@@ -53,11 +53,7 @@ def paged_attention(
 
 
 def _prefill(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    num_new, num_heads, _ = q.shape
-    num_kv_heads, context_len, _ = key.shape
-    if num_heads != num_kv_heads:
-        key = key.repeat_interleave(num_heads // num_kv_heads, dim=0)
-        value = value.repeat_interleave(num_heads // num_kv_heads, dim=0)
+    num_new, context_len = q.shape[0], key.shape[1]
     whole = num_new == context_len
     attended = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
@@ -66,6 +62,7 @@ def _prefill(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: flo
         attn_mask=None if whole else _causal_bias(num_new, context_len),
         is_causal=whole,
         scale=scale,
+        enable_gqa=True,
     )
     return attended.squeeze(0).transpose(0, 1)
 

@@ -1,8 +1,8 @@
 """What flows need of an engine. One engine implements it (`engine.py`); tests and the simulation run the same one with
 the toy model and an inline executor.
 
-A *group* is one ticket's share of the engine: one prompt and the n choices that continue it. Its pages belong to it from
-`reserve` until `retire` has returned; a step already dispatched counts as a user of them.
+A *group* is one ticket's share of the engine: one prompt and the n choices that continue it. Its pages belong to it
+from `reserve` until `retire` has returned; a step already dispatched counts as a user of them.
 """
 
 from collections.abc import AsyncIterator

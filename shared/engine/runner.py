@@ -39,7 +39,7 @@ class Runner:
         return StepResult(tuple(_all_or_error([next(drawn) for _ in row.samples]) for row in plan.rows))
 
     def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled | EngineError]:
-        """A row that cannot be sampled (a bias that forbids every token, logits that are not finite) spoils no other."""
+        """A row that cannot be sampled (a bias that forbids every token, a logit that is NaN) spoils no other."""
         try:
             return list(self._sample_rows(logits, rows))
         except EngineError:

@@ -14,7 +14,7 @@ def eventually() -> Eventually:
 
     async def wait(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110  any condition, not only events
+            while not condition():
                 await asyncio.sleep(0.005)
 
     return wait

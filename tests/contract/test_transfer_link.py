@@ -107,16 +107,6 @@ async def test_chunks_in_any_cut_give_the_same_receipt(pair: Pair) -> None:
     await end(pair, again)
 
 
-async def test_transfers_of_a_ticket_keep_their_order(pair: Pair) -> None:
-    key, secret, _ = await opened(pair)
-    address = pair.receiver.link.address
-    sends = [(Piece(0, 1, (unit,), 4),) for unit in (11, 12, 13, 14, 15, 16)]
-    await asyncio.gather(*(pair.sender.link.send(key, secret, address, pieces) for pieces in sends))
-    assert unit(pair.receiver, 4) == unit(pair.sender, 16)
-    assert await pair.receiver.link.received(key) == await pair.sender.link.sent(key)
-    await end(pair, key)
-
-
 async def test_a_component_nothing_was_moved_of_has_an_empty_entry(pair: Pair) -> None:
     key, secret, _ = await opened(pair)
     await pair.sender.link.send(key, secret, pair.receiver.link.address, (Piece(2, 0, (1,), 1),))
@@ -261,7 +251,9 @@ async def test_after_a_fence_no_byte_of_the_ticket_is_written(slow_pair: Pair) -
     key, secret, first = await opened(pair)
     sending = asyncio.ensure_future(pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE))  # noqa: TID251
     await asyncio.wait_for(first.wait(), 5)
+    started = asyncio.get_running_loop().time()
     await pair.receiver.link.fence(key)
+    assert asyncio.get_running_loop().time() - started < 1.5
     pair.receiver.poison()
     with pytest.raises(TransferError):
         await asyncio.wait_for(sending, 5)
@@ -272,6 +264,19 @@ async def test_after_a_fence_no_byte_of_the_ticket_is_written(slow_pair: Pair) -
     assert await pair.receiver.link.received(again) == await pair.sender.link.sent(again)
     await pair.sender.link.forget(key)
     await end(pair, again)
+
+
+async def test_transfers_of_a_ticket_keep_their_order(slow_pair: Pair) -> None:
+    """Each is slow enough for the next to overtake it, and all write the same unit."""
+    pair = slow_pair
+    pair.sender.scramble()
+    key, secret, _ = await opened(pair)
+    address = pair.receiver.link.address
+    sends = [(Piece(1, 1, (number,), 4),) for number in (11, 12)]
+    await asyncio.gather(*(pair.sender.link.send(key, secret, address, pieces) for pieces in sends))
+    assert pair.receiver.component(1)[:, 4].tobytes() == pair.sender.component(1)[:, 12].tobytes()
+    assert await pair.receiver.link.received(key) == await pair.sender.link.sent(key)
+    await end(pair, key)
 
 
 async def test_forgetting_stops_what_is_under_way(slow_pair: Pair) -> None:

@@ -23,7 +23,7 @@ class StandIn(Service):
             os._exit(3)
         self.children = []
         if self.role in ("prefill", "decode"):
-            self.children.append(subprocess.Popen(["sleep", "1000"]))  # noqa: ASYNC220
+            self.children.append(subprocess.Popen(["sleep", "1000"]))
         if isinstance(self.base_settings, GatewaySettings):
             app = web.Application()
             self.add_probes(app)

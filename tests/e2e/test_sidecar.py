@@ -38,7 +38,7 @@ WORKER = """
 
 async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -6,7 +6,6 @@ never written are read as they lie, so a slot that was not cleared shows up too.
 """
 
 import hashlib
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,23 +49,36 @@ class Toy:
     def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
         history, memory, window = (tensor.numpy() for tensor in state)
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
-        tables, slots, starts = batch.block_tables.numpy(), batch.slots.numpy(), batch.query_start.tolist()
+        tables, slots = batch.block_tables.numpy(), batch.slots.numpy()
         hidden = (tokens * 7 + positions * 13 + 29 + self._salt) % _PRIME
-        for layer in range(_LAYERS):
-            for index, (begin, end) in enumerate(pairwise(starts)):
-                slot, x, where = slots[index], hidden[begin:end], positions[begin:end]
-                seen = _history(x, where, history[layer], tables[index])
-                seen += 5 * _memory(x, where, memory[layer, slot])
-                seen += 17 * _window(x, where, window[layer, slot])
-                hidden[begin:end] = (seen + x * (layer + 2)) % _PRIME
+        groups = _equal_lengths(batch.query_start.numpy())
+        # Rows beyond a sequence's end are read along with the rest of their page; whatever they hold is not used.
+        with np.errstate(invalid="ignore"):
+            for layer in range(_LAYERS):
+                for rows, where in groups:
+                    x, at, slot = hidden[where], positions[where], slots[rows]
+                    seen = _history(x, at, history[layer], tables[rows])
+                    seen += 5 * _memory(x, at, memory[layer], slot)
+                    seen += 17 * _window(x, at, window[layer], slot)
+                    hidden[where] = (seen + x * (layer + 2)) % _PRIME
         wanted = hidden[batch.logit_rows.numpy()] % (_PRIME - 1) + 1
         scores = (wanted[:, None] * _VOCAB[None, :]) % _PRIME  # [R, vocab], no two equal in a row
         return torch.from_numpy(scores.astype(np.float32) * np.float32(8 / _PRIME))
 
 
+def _equal_lengths(starts: Array) -> list[tuple[Array, Array]]:
+    """Sequences with equally many new tokens are computed together: (their rows [S], their tokens' indices [S, T])."""
+    lengths = np.diff(starts)
+    groups = []
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        groups.append((rows, starts[rows][:, None] + np.arange(length)))
+    return groups
+
+
 def _channels(x: Array, offset: int) -> Array:
-    """[T] -> [T, channels], each 1..250: never 0, which is what lost state looks like."""
-    return 1 + (x[:, None] * _CHANNEL_WEIGHTS + offset) % 250
+    """[S, T] -> [S, T, channels], each 1..250: never 0, which is what lost state looks like."""
+    return 1 + (x[..., None] * _CHANNEL_WEIGHTS + offset) % 250
 
 
 def _weigh(positions: Array) -> Array:
@@ -74,36 +86,36 @@ def _weigh(positions: Array) -> Array:
     return 1 + (positions * 37 + 5) % (_PRIME - 1)
 
 
-def _history(x: Array, where: Array, pages: Array, table: Array) -> Array:
-    """Writes the rows of `where`, then sums for each of them all rows up to it. pages: [P, 2, B, channels]."""
+def _history(x: Array, where: Array, pages: Array, tables: Array) -> Array:
+    """Writes the rows of `where` [S, T], then sums for each of them all rows up to it. pages: [P, 2, B, channels]."""
     page_tokens = pages.shape[2]
     rows = _channels(x, 3)
-    page, row = table[where // page_tokens], where % page_tokens
+    page, row = np.take_along_axis(tables, where // page_tokens, axis=1), where % page_tokens
     pages[page, 0, row] = rows
     pages[page, 1, row] = rows + 1
-    context = int(where[-1]) + 1
-    used = table[: -(-context // page_tokens)]
-    both = pages[used].astype(np.int64)  # [pages, 2, B, channels]
-    flat = (both[:, 0] + 3 * both[:, 1]).reshape(-1, _CHANNELS)[:context] @ _CHANNEL_WEIGHTS
-    sums = np.cumsum(flat % _PRIME * _weigh(np.arange(context)) % _PRIME)
-    return np.asarray(sums[where] % _PRIME)
+    longest = int(where[:, -1].max()) + 1
+    both = pages[tables[:, : -(-longest // page_tokens)]].astype(np.int64)  # [S, M, 2, B, channels]
+    flat = (both[:, :, 0] + 3 * both[:, :, 1]) @ _CHANNEL_WEIGHTS
+    flat = flat.reshape(len(x), -1)[:, :longest]
+    sums = np.cumsum(flat % _PRIME * _weigh(np.arange(longest)) % _PRIME, axis=1)
+    return np.asarray(np.take_along_axis(sums, where, axis=1) % _PRIME)
 
 
-def _memory(x: Array, where: Array, row: Array) -> Array:
-    """A running sum over all positions, kept in one row. row: [1, channels]."""
-    steps = _channels(x, 7) * _weigh(where * 3 + 1)[:, None]
-    sums = (row.astype(np.int64) + np.cumsum(steps, axis=0)) % _PRIME
-    row[0] = sums[-1]
+def _memory(x: Array, where: Array, memory: Array, slots: Array) -> Array:
+    """A running sum over all positions, kept in one row a slot. memory: [slots, 1, channels]."""
+    steps = _channels(x, 7) * _weigh(where * 3 + 1)[..., None]
+    sums = (memory[slots].astype(np.int64) + np.cumsum(steps, axis=1)) % _PRIME  # [S, T, channels]
+    memory[slots, 0] = sums[:, -1]
     return np.asarray(sums @ _CHANNEL_WEIGHTS % _PRIME)
 
 
-def _window(x: Array, where: Array, ring: Array) -> Array:
-    """A weighted sum over the last positions, by how long ago they were. ring: [ring, channels]."""
-    first, count = int(where[0]), len(where)
-    before = ring[np.arange(first - _RING + 1, first) % _RING].astype(np.int64)
-    rows = np.concatenate([before, _channels(x, 11)])  # [ring - 1 + T, channels]
+def _window(x: Array, where: Array, window: Array, slots: Array) -> Array:
+    """A weighted sum over the last positions, by how long ago they were. window: [slots, ring, channels]."""
+    count, slots = x.shape[1], slots[:, None]
+    before = window[slots, (where[:, :1] + np.arange(1 - _RING, 0)) % _RING].astype(np.int64)
+    rows = np.concatenate([before, _channels(x, 11)], axis=1)  # [S, ring - 1 + T, channels]
     sums = rows @ _CHANNEL_WEIGHTS
-    result = sum(sums[_RING - 1 - ago : _RING - 1 - ago + count] * _RING_WEIGHTS[ago] for ago in range(_RING))
+    result = sum(sums[:, _RING - 1 - ago : _RING - 1 - ago + count] * _RING_WEIGHTS[ago] for ago in range(_RING))
     kept = min(count, _RING)
-    ring[where[-kept:] % _RING] = rows[-kept:]
+    window[slots, where[:, -kept:] % _RING] = rows[:, -kept:]
     return np.asarray(result % _PRIME)

@@ -86,8 +86,12 @@ def test_crowding_never_changes_tokens(
         return [bench.text_of(key, choice) for choice in range(n)]
 
     async def run() -> list[list[list[int]]]:
-        sizes = {"growth_tokens": growth_tokens, "prefill_chunk": prefill_chunk}
-        async with running(num_pages=num_pages, page_tokens=4, **sizes) as bench, asyncio.TaskGroup() as tasks:
+        async with (
+            running(
+                num_pages=num_pages, page_tokens=4, growth_tokens=growth_tokens, prefill_chunk=prefill_chunk
+            ) as bench,
+            asyncio.TaskGroup() as tasks,
+        ):
             runs = [tasks.create_task(admit(bench, k, *request)) for k, request in enumerate(requests, 1)]
         assert bench.is_empty()
         return [task.result() for task in runs]

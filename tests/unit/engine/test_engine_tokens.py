@@ -40,8 +40,15 @@ def test_load_and_layout_do_not_change_tokens(
     page_tokens: int, prefill_chunk: int, max_step_tokens: int, requests: list[tuple[int, int]]
 ) -> None:
     async def run() -> list[list[list[int]]]:
-        sizes = {"page_tokens": page_tokens, "prefill_chunk": prefill_chunk, "max_step_tokens": max_step_tokens}
-        async with running(num_pages=1024, **sizes) as bench, asyncio.TaskGroup() as tasks:
+        async with (
+            running(
+                num_pages=1024,
+                page_tokens=page_tokens,
+                prefill_chunk=prefill_chunk,
+                max_step_tokens=max_step_tokens,
+            ) as bench,
+            asyncio.TaskGroup() as tasks,
+        ):
             runs = [
                 tasks.create_task(bench.local(TicketKey(k, 1), prompt_of(length, k), spec(k, n)))
                 for k, (length, n) in enumerate(requests, 1)

@@ -19,7 +19,7 @@ class Books:
 
     def __init__(self, **settings: int) -> None:
         sizes = {"num_pages": 128, "page_tokens": 4, "prefill_chunk": 8} | settings
-        chosen = EngineSettings(**sizes)  # type: ignore[arg-type]
+        chosen = EngineSettings(**sizes)
         layout = plan_layout(Toy(), chosen)
         self.cleared: list[int] = []
         self.capacity = Capacity(layout, chosen.growth_tokens, self.cleared.append)

@@ -141,7 +141,7 @@ class Gateway:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10.0):
-            while not condition():  # noqa: ASYNC110 (the conditions are states of sockets and servers)
+            while not condition():
                 await asyncio.sleep(0.001)
 
     async def metrics(self) -> str:

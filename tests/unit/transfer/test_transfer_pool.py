@@ -103,6 +103,25 @@ def test_a_ledger_does_not_see_how_units_were_cut(
     assert whole.receipt()[run.component].digest == xxhash.xxh3_128_hexdigest(flat)
 
 
+class Spoiling(np.ndarray):
+    """Memory that does not keep what is written to it."""
+
+    def __setitem__(self, where: slice, value: np.ndarray) -> None:
+        super().__setitem__(where, value)
+        super().__setitem__(where.start, self[where.start] ^ 0xFF)
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_the_receiver_digests_what_it_holds_and_not_what_it_was_sent(rows: int) -> None:
+    layout = PoolLayout((StateComponent("c", IndexKind.PAGE, 2, (), (3,), "uint8", (0,)),), 6, 0)
+    source, target = random_pool(layout, 1), random_pool(layout, 2)
+    target._flat = target._flat.view(Spoiling)
+    run = Run(0, (3,), rows)
+    digests = target.copy_from(source, run, run, 0)
+    assert digests != source.digests(run, 0)
+    assert digests == [xxhash.xxh3_128_digest(rows) for rows in rows_of(target, run, 0)]
+
+
 def test_what_is_dropped_is_not_in_the_receipt() -> None:
     layout = PoolLayout((StateComponent("c", IndexKind.PAGE, 2, (), (3,), "uint8", (0,)),), 6, 0)
     pool, ledger = random_pool(layout, 4), Ledger(layout.components)
