@@ -8,7 +8,6 @@ import pytest
 from hypothesis import settings
 
 import shared.engine  # noqa: F401  before any test imports torch: it sets how idle threads wait
-
 from shared.bus.server import NatsServer
 
 settings.register_profile("ci", max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)

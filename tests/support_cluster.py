@@ -39,6 +39,9 @@ class RealCluster:
     request first, so that connections which stay open are in the baseline of open files.
     """
 
+    entry: tuple[str, ...] = ("-m", "services.cli")
+    """How python is told to be `baton`."""
+
     def __init__(
         self,
         directory: Path,
@@ -92,8 +95,7 @@ class RealCluster:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "services.cli",
+                    *self.entry,
                     "up",
                     "--port",
                     "0",

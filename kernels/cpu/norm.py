@@ -7,12 +7,15 @@ from numba import prange
 from kernels.cpu.threads import compiled
 from kernels.reference import ReferenceOps
 
+SERIAL_ROWS = 32
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype != torch.float32 or weight.dtype != torch.float32:
         return ReferenceOps().rms_norm(x, weight, eps)
     out = torch.empty(x.shape)
-    _norm(x.contiguous().numpy(), weight.numpy(), np.float32(eps), out.numpy())
+    run = _norm.serial if x.shape[0] <= SERIAL_ROWS else _norm
+    run(x.contiguous().numpy(), weight.numpy(), np.float32(eps), out.numpy())
     return out
 
 
@@ -23,7 +26,8 @@ def add_rms_norm(
         return ReferenceOps().add_rms_norm(x, residual, weight, eps)
     out, total = torch.empty(x.shape), torch.empty(x.shape)
     x, residual = x.contiguous(), residual.contiguous()
-    _add_norm(x.numpy(), residual.numpy(), weight.numpy(), np.float32(eps), out.numpy(), total.numpy())
+    run = _add_norm.serial if x.shape[0] <= SERIAL_ROWS else _add_norm
+    run(x.numpy(), residual.numpy(), weight.numpy(), np.float32(eps), out.numpy(), total.numpy())
     return out, total
 
 

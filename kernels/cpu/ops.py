@@ -10,8 +10,8 @@ import torch
 from kernels.cpu.activation import silu_mul
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.linear import linear
-from kernels.cpu.norm import add_rms_norm, rms_norm
-from kernels.cpu.rotary import rotary_and_store
+from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
+from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
 
 
 class CpuOps:
@@ -24,27 +24,34 @@ class CpuOps:
 
 
 def warm_up() -> None:
-    """Compiles every kernel for the types a model uses, or loads them from the cache. Seconds the first time;
-    call it in the compute thread before the worker reports ready."""
-    ops = CpuOps()
+    """Compiles every kernel for the types a model uses, or loads them from the cache. Seconds the first time; call it
+    in the compute thread before the worker reports ready."""
+    for num_tokens in (1, max(SERIAL_ROWS, SERIAL_TOKENS) + 1):
+        _step(CpuOps(), num_tokens)
+
+
+def _step(ops: CpuOps, num_tokens: int) -> None:
+    """One pass through every op, each token a sequence of its own."""
     num_heads, num_kv_heads, head_dim = 2, 1, 8
-    x = torch.zeros(2, num_heads * head_dim)
-    weight = torch.ones(num_heads * head_dim)
-    ops.rms_norm(x, weight, 1e-5)
-    ops.add_rms_norm(x, x, weight, 1e-5)
-    ops.linear(x, torch.zeros(4, num_heads * head_dim))
+    width = num_heads * head_dim
+    x, norm_weight = torch.zeros(num_tokens, width), torch.ones(width)
+    ops.rms_norm(x, norm_weight, 1e-5)
+    ops.add_rms_norm(x, x, norm_weight, 1e-5)
+    ops.linear(x, torch.zeros(4, width))
     ops.silu_mul(x)
-    kv_layer = torch.zeros(2, 2, num_kv_heads, 4, head_dim)
-    tables = torch.tensor([[0], [1]], dtype=torch.int32)
-    query_start = torch.tensor([0, 1, 2], dtype=torch.int32)
+    kv = torch.zeros(num_tokens, num_kv_heads, head_dim)
+    kv_layer = torch.zeros(num_tokens, 2, num_kv_heads, 4, head_dim)
+    tables = torch.arange(num_tokens, dtype=torch.int32).unsqueeze(1)
+    query_start = torch.arange(num_tokens + 1, dtype=torch.int32)
+    positions = torch.zeros(num_tokens, dtype=torch.int64)
     q = ops.rotary_and_store(
-        x.view(2, num_heads, head_dim),
-        torch.zeros(2, num_kv_heads, head_dim),
-        torch.zeros(2, num_kv_heads, head_dim),
+        x.view(num_tokens, num_heads, head_dim),
+        kv,
+        kv,
         torch.zeros(4, head_dim),
-        torch.zeros(2, dtype=torch.int64),
+        positions,
         kv_layer,
         tables,
         query_start,
     )
-    ops.paged_attention(q, kv_layer, tables, query_start, torch.ones(2, dtype=torch.int32), 1.0)
+    ops.paged_attention(q, kv_layer, tables, query_start, torch.ones(num_tokens, dtype=torch.int32), 1.0)

@@ -11,6 +11,8 @@ from numba import prange
 from kernels.cpu.threads import compiled
 from kernels.reference import ReferenceOps
 
+SERIAL_TOKENS = 16
+
 
 def rotary_and_store(
     q: torch.Tensor,
@@ -28,7 +30,8 @@ def rotary_and_store(
         )  # fmt: skip
     out = torch.empty(q.shape)
     (flat_q, stride_q), (flat_k, stride_k), (flat_v, stride_v) = _flat(q), _flat(k), _flat(v)
-    _rotate_and_store(
+    run = _rotate_and_store.serial if len(q) <= SERIAL_TOKENS else _rotate_and_store
+    run(
         flat_q, stride_q, flat_k, stride_k, flat_v, stride_v, cos_sin.contiguous().numpy(), positions.numpy(),
         kv_layer.numpy(), block_tables.numpy(), query_start.numpy(), out.numpy(),
     )  # fmt: skip

@@ -6,6 +6,7 @@ threads enter at once; the lock makes each safe. A process has one compute threa
 """
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,40 +17,60 @@ _config: Any = numba.config
 _config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 # Lets sums be vectorised. NaN and infinity keep their meaning: a bad value must reach the logits to be found.
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+_OPTIONS: Any = {
+    "nogil": True,
+    "cache": True,
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+}
 
 _lock = threading.Lock()
-_launched = False
+_of_this_thread = threading.local()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` compiled on first use (cached on disk), without the GIL, on as many threads as torch
-    uses."""
-    compile_parallel = numba.njit(parallel=True, nogil=True, cache=True, fastmath=_FASTMATH, error_model="numpy")
-    kernel: Any = compile_parallel(function)
+class Compiled:
+    """A kernel compiled on first use (cached on disk) that runs without the GIL, on as many threads as torch uses.
 
-    def call(*args: Any) -> None:
+    The cache knows a kernel's own file only: who changes an `inlined` part elsewhere touches that file too.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._parallel: Any = numba.njit(parallel=True, **_OPTIONS)(function)
+        self._serial: Any = numba.njit(**_OPTIONS)(_renamed(function, f"{function.__qualname__}_serial"))
+
+    def __call__(self, *arguments: Any) -> None:
         num_threads = torch.get_num_threads()
         with _lock:
-            if not _launched:
-                _launch(num_threads)
-            numba.set_num_threads(min(num_threads, _config.NUMBA_NUM_THREADS))
-            kernel(*args)
+            if num_threads != getattr(_of_this_thread, "num_threads", 0):
+                _use_threads(num_threads)
+            self._parallel(*arguments)
 
-    return call
+    def serial(self, *arguments: Any) -> None:
+        """On the calling thread alone: waking others costs more than a small kernel."""
+        self._serial(*arguments)
+
+
+def compiled(function: Callable[..., None]) -> Compiled:
+    return Compiled(function)
 
 
 def inlined(function: F) -> F:
     """A part of a compiled kernel; called by kernels only."""
-    part: Any = numba.njit(nogil=True, fastmath=_FASTMATH, error_model="numpy")(function)
+    part: Any = numba.njit(**{**_OPTIONS, "cache": False})(function)
     return part  # type: ignore[no-any-return]
 
 
-def _launch(num_threads: int) -> None:
-    """Starting the layer resets OpenMP's thread count, which is also torch's: put it back."""
-    global _launched
-    numba.set_num_threads(1)
+def _renamed(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """The same function to the compiler, another one to the cache, which does not tell options apart."""
+    copy = types.FunctionType(function.__code__, function.__globals__, name)
+    copy.__annotations__, copy.__module__, copy.__qualname__ = function.__annotations__, function.__module__, name
+    return copy
+
+
+def _use_threads(num_threads: int) -> None:
+    """For the calling thread. Starting the layer resets OpenMP's thread count, which is also torch's: put it back."""
+    numba.set_num_threads(min(num_threads, _config.NUMBA_NUM_THREADS))
     torch.set_num_threads(num_threads)
-    _launched = True
+    _of_this_thread.num_threads = num_threads

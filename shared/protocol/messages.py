@@ -303,7 +303,6 @@ class WorkerReport(WireModel):
     geometry: Geometry | None = None
     link: LinkAddress | None = None
     max_model_len: int | None = None
-    max_choices: int | None = None
     pages: Pages | None = None
     slots: Pages | None = None
     queues: dict[str, int] = {}

@@ -128,7 +128,6 @@ class WorkerSettings(SidecarSettings):
     max_step_tokens: Positive = Field(512, description="tokens of a step, prompts and running sequences together")
     growth_tokens: Positive = Field(256, description="tokens beyond the prompt that a reservation makes room for")
     max_model_len: Positive | None = Field(None, description="longest prompt and answer. Default: the model's")
-    faults: str = Field("", description="injected faults, for tests")
 
     @field_validator("kv_bytes")
     @classmethod

@@ -6,7 +6,7 @@ death, which is waited for; a new one is started under a new boot id. Imports no
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,6 +20,7 @@ from shared.transfer.sidecar_process import SidecarProcess
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF_S = 5.0
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +204,7 @@ class SidecarLink:
     async def _ask_or_kill(self, what: str, key: TicketKey, child: SidecarProcess) -> None:
         """Returns when the sidecar says it is done, or is dead."""
         try:
-            async with asyncio.timeout(self._options.fence_timeout_s):
-                await self._ask(what, key, child)
+            await _patiently(lambda: self._ask(what, key, child), self._options.fence_timeout_s)
         except (TimeoutError, PeerLost) as error:
             if isinstance(error, TimeoutError):
                 _log.error("the sidecar %d did not answer %s: it is killed", child.pid, what)
@@ -248,8 +248,7 @@ class SidecarLink:
                     await child.gone.wait()
             except TimeoutError:
                 try:
-                    async with asyncio.timeout(self._options.hang_timeout_s):
-                        await child.ping()
+                    await _patiently(child.ping, self._options.hang_timeout_s)
                 except TimeoutError:
                     _log.error("the sidecar %d hangs: it is killed", child.pid)
                     child.kill()
@@ -273,3 +272,16 @@ class SidecarLink:
                 _log.error("the sidecar does not start: %s", error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LONGEST_BACKOFF_S)
+
+
+async def _patiently(ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
+    """Asks until it is answered; TimeoutError after `timeout_s`. In several attempts, because one time limit that
+    passed may mean that our own process stood still, and then it is not the sidecar that hangs."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            async with asyncio.timeout(timeout_s / _ATTEMPTS):
+                await ask()
+                return
+        except TimeoutError:
+            if attempt == _ATTEMPTS - 1:
+                raise

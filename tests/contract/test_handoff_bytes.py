@@ -1,5 +1,5 @@
-"""The baton itself: what a prefill engine computed lies in a decode engine's pool byte for byte, moved by real sidecars,
-and is all that the decode engine needs. Engines, models and sidecars are the real ones; there is no bus."""
+"""The baton itself: what a prefill engine computed lies in a decode engine's pool byte for byte, moved by real
+sidecars, and is all that the decode engine needs. Engines, models and sidecars are the real ones; there is no bus."""
 
 import asyncio
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from shared.engine.executor import ThreadExecutor
 from shared.engine.models.base import Model
@@ -121,9 +120,9 @@ def picture(bench: EngineBench) -> list[np.ndarray]:
     return [tensor.numpy().copy() for tensor in bench.pool.tensors]
 
 
-async def check_bytes(pair: Pair, prompt: tuple[int, ...]) -> list[int]:
+async def check_bytes(pair: Pair, prompt: tuple[int, ...], sampling: SamplingSpec = GREEDY) -> list[int]:
     """Moves a prompt, compares all of D's pool with what it must be, and lets D go on. Returns the tokens."""
-    key = pair.reserve(prompt)
+    key = pair.reserve(prompt, sampling)
     expected = picture(pair.d)
     first = await pair.move(key)
     source = picture(pair.p)
@@ -155,11 +154,12 @@ async def test_every_component_of_the_toy_crosses(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_state_of_the_real_model_crosses(kind: str, tmp_path: Path) -> None:
+    short = GREEDY.model_copy(update={"max_tokens": 5})
     async with handoff(kind, tmp_path, real_model(), page_tokens=16, chunk=32) as pair:
         for length in REAL_LENGTHS:
             prompt = REAL_TEXT[:length]
-            alone = (await pair.p.local(TicketKey(next(rooms), 1), prompt, GREEDY))[0]
-            assert await check_bytes(pair, prompt) == alone, f"prompt of {length}"
+            alone = (await pair.p.local(TicketKey(next(rooms), 1), prompt, short))[0]
+            assert await check_bytes(pair, prompt, short) == alone, f"prompt of {length}"
 
 
 @pytest.mark.parametrize("component", ["history", "memory", "window"])

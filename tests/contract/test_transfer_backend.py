@@ -38,9 +38,7 @@ class Peer:
         self.door = Door(LAYOUT, lambda key, _backend: self.first.append(key))
         name, port = f"{boot_id}.sock", 0
         if kind == "shm":
-            self.backend: Backend = ShmBackend(
-                self.pool, self.fd, self.door, boot_id, directory, name, timing, faults
-            )
+            self.backend: Backend = ShmBackend(self.pool, self.fd, self.door, boot_id, directory, name, timing, faults)
         else:
             self.backend = TcpBackend(self.pool, self.door, boot_id, "127.0.0.1", 0, timing, faults)
             port = self.backend.port

@@ -159,6 +159,20 @@ async def test_a_hung_sidecar_is_found_without_traffic(eventually: Eventually, t
     await side.close()
 
 
+async def test_a_worker_that_stood_still_does_not_blame_its_sidecar(eventually: Eventually, tmp_path: Path) -> None:
+    side = await sidecar_side(SidecarOptions("well", tmp_path, ping_interval_s=0.05, hang_timeout_s=1.6))
+    pid, key, secret = side.link.pid, *new_ticket()
+    await side.link.open(key, secret, TABLE, lambda _key: None)
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        time.sleep(1.7)
+    await side.link.fence(key)
+    for _ in range(3):
+        await side.link.counters()
+    assert (side.link.pid, side.restarts) == (pid, [])
+    await side.close()
+
+
 async def test_a_restart_on_the_same_port_is_another_peer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -193,6 +207,17 @@ async def test_auto_takes_shm_on_one_host_and_tcp_between_hosts(tmp_path: Path) 
     assert os.listdir(tmp_path / "one") == os.listdir(tmp_path / "two") == []
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=KINDS)
+async def fast(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Pair, Path]]:
+    """Without injected delays, and the directory of their sockets."""
+    directory = tmp_path_factory.mktemp("fast")
+    pair = await make_pair(request.param, directory)
+    yield pair, directory
+    await pair.close()
+
+
 def connect(pair: Pair, directory: Path) -> socket.socket:
     address = pair.receiver.link.address
     if pair.kind == "tcp":
@@ -203,9 +228,8 @@ def connect(pair: Pair, directory: Path) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_noise_is_refused_and_survived(kind: str, tmp_path: Path) -> None:
-    pair = await make_pair(kind, tmp_path)
+async def test_noise_is_refused_and_survived(fast: tuple[Pair, Path]) -> None:
+    pair, directory = fast
     pair.receiver.poison()
     pair.sender.scramble()
     key, secret, first = await opened(pair)
@@ -213,7 +237,7 @@ async def test_noise_is_refused_and_survived(kind: str, tmp_path: Path) -> None:
 
     def shout() -> None:
         for attempt in range(60):
-            with connect(pair, tmp_path) as sock:
+            with connect(pair, directory) as sock:
                 noise = random.randbytes(random.choice([1, 3, 4, 40, 400, 5000]))
                 framed = struct.pack("!I", len(noise)) + noise
                 deep = struct.pack("!I", 2000) + b"[" * 2000
@@ -233,7 +257,6 @@ async def test_noise_is_refused_and_survived(kind: str, tmp_path: Path) -> None:
     assert not first.is_set()
     assert await outcome(pair, key, secret) is None
     assert pair.receiver.restarts == []
-    await pair.close()
 
 
 def resources(side: Side) -> tuple[int, int, int]:
@@ -241,9 +264,8 @@ def resources(side: Side) -> tuple[int, int, int]:
     return process.num_fds(), process.num_threads(), process.memory_info().rss
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_tickets_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
-    pair = await make_pair(kind, tmp_path)
+async def test_tickets_leave_nothing_behind(fast: tuple[Pair, Path]) -> None:
+    pair, _ = fast
 
     async def tickets(count: int) -> None:
         for k in range(count):
@@ -264,7 +286,6 @@ async def test_tickets_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
         assert fds_after <= fds + 1
         assert threads_after <= threads + 1
         assert rss_after - rss < 2 << 20
-    await pair.close()
 
 
 async def test_many_peers_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from tests.support_text import text_model
 
 EOS = 2
 SENTENCE = "The sky is"
-FINISHED = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is Paris."
+FINISHED = (
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is Paris."
+)
 """A transcript whose answer is complete: the likeliest next token ends it."""
 
 

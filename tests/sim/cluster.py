@@ -226,8 +226,8 @@ class Cluster:
         leave_after: int | None = None,
         **sampling: Any,
     ) -> Answer:
-        """A client. stop_after: choice -> tokens after which the text side stops it. leave_after: batches after which the
-        client goes away."""
+        """A client. stop_after: choice -> tokens after which the text side stops it. leave_after: batches after
+        which the client goes away."""
         spec = SamplingSpec(**({"temperature": 0.0, "max_tokens": 8} | sampling))
         request = GenerationRequest("req-sim", tuple(prompt), spec, path, strict, timeout_s)
         generation = self.gateway.flow.generate(request)

