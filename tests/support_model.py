@@ -10,7 +10,8 @@ import torch
 
 from shared.engine.models.base import Batch, Model
 from shared.engine.models.registry import load_model
-from shared.engine.weights.catalog import DEFAULT_MODEL, PreparedModel, prepare
+from shared.engine.weights.catalog import PreparedModel, prepare
+from shared.runtime.settings import DEFAULT_MODEL
 from shared.state.layout import PoolLayout
 
 

@@ -132,7 +132,7 @@ async def _send_destination(d: DecodeFlow, ticket: LiveTicket, prefill: str) -> 
         geometry=d.engine.geometry,
         link=d.link.address,
         secret=ticket.secret,
-        remaining_s=0.0,
+        remaining_s=max(0.0, ticket.deadline - d.deps.clock.now()),
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
     return await ask(d.deps.bus, d.deps.clock, where, destination, DestinationReply, deadline=ticket.deadline)

@@ -23,15 +23,17 @@ async def ask(
     deadline: float,
     every_s: float = 0.5,
 ) -> R:
-    """Sends `message` every `every_s` until it is answered.
+    """Sends `message` every `every_s` until it is answered; its `remaining_s`, if it has one, shrinks meanwhile.
 
     Raises PeerLost once the bus says several times running that nobody listens there, DeadlineExceeded at `deadline`
     (clock time), ProtocolError for an answer of the wrong kind. A bus that is away is waited for.
     """
     misses = 0
+    began = clock.now()
+    remaining_s = getattr(message, "remaining_s", None)
     while (left := deadline - clock.now()) > 0:
-        if "remaining_s" in type(message).model_fields:
-            message = message.model_copy(update={"remaining_s": left})
+        if remaining_s is not None:
+            message = message.model_copy(update={"remaining_s": max(0.0, remaining_s - (clock.now() - began))})
         try:
             return decode(answer, await bus.request(subject, encode(message), min(every_s, left)))
         except MalformedMessage as error:

@@ -180,7 +180,6 @@ SAMPLES: dict[str, WireModel] = {
         geometry=GEOMETRY,
         link=LINK,
         max_model_len=8192,
-        max_choices=8,
         pages=Pages(total=100, free=90, quarantined=1, in_tickets=9),
         slots=Pages(total=16, free=15, in_tickets=1),
         queues={"waiting": 1},
