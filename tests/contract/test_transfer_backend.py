@@ -223,3 +223,15 @@ def test_a_source_that_could_fault_is_refused(fault: str, tmp_path: Path, monkey
         sender.backend.connect(receiver.address)
     sender.close()
     receiver.close()
+
+
+def test_a_directory_may_be_deeper_than_a_socket_address(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    sender = Peer("shm", "sender", deep, Timing(), Faults())
+    receiver = Peer("shm", "receiver", deep, Timing(), Faults())
+    assert sender.backend.reaches(receiver.address)
+    sender.backend.connect(receiver.address).close()
+    sender.close()
+    receiver.close()
+    assert list(deep.iterdir()) == []

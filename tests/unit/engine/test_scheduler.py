@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import pytest
+
 from shared.engine.api import EngineStats
 from shared.engine.batch import CopyPage, CopySlot, StepPlan, StepResult
 from shared.engine.capacity import Capacity
@@ -11,6 +13,7 @@ from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
+from shared.runtime.errors import PoolExhausted
 from shared.transfer.link import TicketKey
 
 
@@ -202,3 +205,28 @@ def test_recomputing_after_preemption_keeps_to_the_chunk_borders_and_samples_not
         steps += books.step()
     borders = [0, 8, 11, *range(16, known, 8), known]
     assert steps == [(2, a, b) for a, b in pairwise(borders)]
+
+
+def test_a_long_request_comes_back_with_less_growth_where_the_pool_is_small() -> None:
+    books = Books(num_pages=12, growth_tokens=16)
+    group = books.reserve(1, 11, decodes=True)
+    books.capacity.drop(group)
+    group.choices[0].outputs = [7] * 30  # 40 positions to recompute and one to go on: 11 of 12 pages
+    assert books.capacity.try_readmit(group, headroom=0)
+    assert books.capacity.pages.held == 11
+    books.capacity.drop(group)
+    group.choices[0].outputs = [7] * 40
+    with pytest.raises(PoolExhausted, match="13 pages are needed"):
+        books.capacity.try_readmit(group, headroom=0)
+
+
+def test_a_preempted_request_leaves_a_page_for_each_running_choice() -> None:
+    books = Books(num_pages=10, growth_tokens=2)
+    books.decoding(1, 4)  # 2 pages
+    young = books.decoding(2, 14)  # 4 pages
+    young.phase = Phase.PREEMPTED
+    books.capacity.drop(young)
+    others = books.capacity.pages.take(4, "others")
+    assert books.step() == [(1, 4, 5)]  # exactly 4 are free, and the running one may soon want one of them
+    books.capacity.pages.give_back(others[:1], "others")
+    assert books.step() == [(1, 5, 6), (2, 0, 8)]

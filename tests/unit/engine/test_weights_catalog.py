@@ -114,7 +114,11 @@ def test_processes_that_prepare_at_once_do_it_once_and_without_torch(tmp_path: P
     for racer in racers:
         assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"
-    outputs = [racer.communicate("go\n", timeout=60)[0].split() for racer in racers]
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    outputs = [racer.communicate(timeout=60)[0].split() for racer in racers]
     assert len({identity for identity, _, _ in outputs}) == 1
     assert sorted(worked for _, worked, _ in outputs) == ["False", "False", "True"]
     assert {torch for _, _, torch in outputs} == {"False"}

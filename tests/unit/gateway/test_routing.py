@@ -1,0 +1,189 @@
+"""Which workers are chosen, from reports alone; and that the gateway's own ledger stands in until a report counts."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.gateway.admission import RoomQueue
+from services.gateway.router import DefaultPolicy, Demand, Route
+from services.gateway.workers import Worker, WorkerRegistry
+from shared.protocol.messages import Geometry, Pages, WorkerReport
+from shared.runtime.clock import LoopClock
+from shared.runtime.counters import Counters
+from shared.runtime.errors import CapacityError, NoWorker, QueueFull
+
+GEOMETRY = Geometry(page_tokens=16, components=("kv",), unit_bytes=(1024,))
+
+
+def report(role: str, name: str, free: int = 100, *, boot: str = "b0", sequence: int = 1, **more: Any) -> WorkerReport:
+    values: dict[str, Any] = {
+        "role": role,
+        "id": name,
+        "boot_id": boot,
+        "pid": 1,
+        "host": "h",
+        "state": "ready",
+        "identity": "same",
+        "geometry": GEOMETRY,
+        "pages": Pages(total=100, free=free),
+        "slots": Pages(total=8, free=8),
+        "sequence": sequence,
+    }
+    return WorkerReport(**(values | more))
+
+
+def worker(role: str, name: str, free: int = 100, **more: Any) -> Worker:
+    return Worker(report(role, name, free, **more), 0.0)
+
+
+def choose(
+    demand: Demand, prefills: list[Worker], decodes: list[Worker], refused: set[str] | None = None
+) -> Route | None:
+    return DefaultPolicy().choose(demand, prefills, decodes, frozenset(refused or ()))
+
+
+AUTO = Demand(prompt_len=160, num_choices=1, path="auto", strict=False)
+STRICT = Demand(prompt_len=160, num_choices=1, path="auto", strict=True)
+REMOTE = Demand(prompt_len=160, num_choices=1, path="remote", strict=False)
+LOCAL = Demand(prompt_len=160, num_choices=1, path="local", strict=False)
+
+
+def test_the_least_busy_prefill_and_the_emptiest_decode_are_chosen() -> None:
+    prefills = [
+        worker("prefill", "p0", 90, tickets={"computing": 3}),
+        worker("prefill", "p1", 40, tickets={"waiting": 1}),
+    ]
+    decodes = [worker("decode", "d0", 20), worker("decode", "d1", 60)]
+    route = choose(AUTO, prefills, decodes)
+    assert route is not None
+    assert (route.prefill and route.prefill.report.id, route.decode.report.id, route.path) == ("p1", "d1", "remote")
+
+
+@pytest.mark.parametrize(("demand", "path"), [(AUTO, "local"), (LOCAL, "local"), (STRICT, None), (REMOTE, None)])
+def test_without_a_prefill_worker(demand: Demand, path: str | None) -> None:
+    if path is None:
+        with pytest.raises(NoWorker):
+            choose(demand, [], [worker("decode", "d0")])
+    else:
+        route = choose(demand, [], [worker("decode", "d0")])
+        assert route is not None
+        assert route.path == path
+
+
+def test_without_a_decode_worker_nothing_can_be_served() -> None:
+    with pytest.raises(NoWorker, match="decode"):
+        choose(LOCAL, [worker("prefill", "p0")], [])
+
+
+def test_no_room_means_wait_and_not_another_path() -> None:
+    busy = [worker("prefill", "p0", 9)]
+    assert choose(AUTO, busy, [worker("decode", "d0")]) is None
+    assert choose(AUTO, [worker("prefill", "p0")], [worker("decode", "d0", 10)]) is None
+    assert choose(AUTO, [worker("prefill", "p0", 10)], [worker("decode", "d0", 11)]) is not None
+
+
+def test_an_idle_worker_may_be_asked_for_what_can_never_fit() -> None:
+    giant = Demand(prompt_len=100_000, num_choices=1, path="auto", strict=False)
+    assert choose(giant, [worker("prefill", "p0")], [worker("decode", "d0")]) is not None
+    assert choose(giant, [worker("prefill", "p0", 99)], [worker("decode", "d0")]) is None
+
+
+def test_a_refusal_counts_until_the_next_report() -> None:
+    prefill, decode = worker("prefill", "p0"), worker("decode", "d0")
+    assert choose(AUTO, [prefill], [decode], {decode.peer}) is None
+
+
+def test_workers_of_another_model_are_never_paired() -> None:
+    with pytest.raises(NoWorker, match="holds the model"):
+        choose(AUTO, [worker("prefill", "p0", identity="other")], [worker("decode", "d0")])
+
+
+def registry() -> WorkerRegistry:
+    return WorkerRegistry(LoopClock(), Counters(), worker_timeout_s=0.05)
+
+
+async def test_what_was_asked_for_is_charged_until_a_report_counts_it() -> None:
+    known = registry()
+    known.observe(report("decode", "d0", 50))
+    (found,) = known.ready("decode")
+    known.charge(found.peer, 7, 20)
+    assert found.free_pages == 30
+    known.observe(report("decode", "d0", 50, sequence=2))
+    assert found.free_pages == 30, "the report was made before the worker's yes"
+    known.settle(found.peer, 7, granted=True)
+    assert found.free_pages == 30
+    known.observe(report("decode", "d0", 30, sequence=3))
+    assert found.free_pages == 30
+    known.charge(found.peer, 8, 5)
+    known.settle(found.peer, 8, granted=False)
+    assert found.free_pages == 30
+
+
+async def test_late_reports_and_earlier_boots_change_nothing() -> None:
+    known = registry()
+    known.observe(report("decode", "d0", 50, sequence=5))
+    known.observe(report("decode", "d0", 99, sequence=4))
+    assert known.ready("decode")[0].free_pages == 50
+    known.observe(report("decode", "d0", 70, boot="b1"))
+    assert [w.peer for w in known.ready("decode")] == ["d0-b1"]
+    assert not known.is_alive("d0-b0")
+
+
+async def test_silence_is_noticed_by_time_alone() -> None:
+    known = registry()
+    known.observe(report("decode", "d0"))
+    await asyncio.sleep(0.08)
+    assert known.is_alive("d0-b0")
+    known.sweep()
+    assert not known.is_alive("d0-b0")
+
+
+def queue(known: WorkerRegistry, max_queued: int = 2, queue_timeout_s: float = 5.0) -> RoomQueue:
+    return RoomQueue(known, DefaultPolicy(), LoopClock(), max_queued=max_queued, queue_timeout_s=queue_timeout_s)
+
+
+async def test_the_queue_is_bounded_in_length_and_time() -> None:
+    known = registry()
+    known.observe(report("prefill", "p0", 1))
+    known.observe(report("decode", "d0"))
+    rooms = queue(known, queue_timeout_s=0.2)
+    far = asyncio.get_running_loop().time() + 60
+    async with asyncio.TaskGroup() as clients:
+        waiting = [clients.create_task(expect(CapacityError, rooms.wait(AUTO, far))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert rooms.num_waiting == 2
+        await expect(QueueFull, rooms.wait(AUTO, far))
+    assert [w.result() for w in waiting] == ["overloaded", "overloaded"]
+    assert rooms.num_waiting == 0
+
+
+async def test_who_waits_first_is_served_first() -> None:
+    known = registry()
+    known.observe(report("prefill", "p0", 1))
+    known.observe(report("decode", "d0"))
+    rooms = queue(known)
+    far = asyncio.get_running_loop().time() + 60
+    served: list[int] = []
+
+    async def client(number: int) -> None:
+        route = await rooms.wait(AUTO, far)
+        served.append(number)
+        assert route.prefill is not None
+        known.charge(route.prefill.peer, number + 1, 10)
+
+    async with asyncio.TaskGroup() as clients:
+        clients.create_task(client(0))
+        clients.create_task(client(1))
+        await asyncio.sleep(0.02)
+        known.observe(report("prefill", "p0", 15, sequence=2))
+        await asyncio.sleep(0.02)
+        assert served == [0]
+        known.observe(report("prefill", "p0", 25, sequence=3))
+    assert served == [0, 1]
+
+
+async def expect(kind: type[CapacityError], waiting: Any) -> str:
+    with pytest.raises(kind) as caught:
+        await waiting
+    return caught.value.code
