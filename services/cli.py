@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.bench import command as bench_command
+
 app = typer.Typer(
     name="baton",
     no_args_is_help=True,
@@ -19,6 +21,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="The models on this machine.", epilog="`baton models list`")
 app.add_typer(models_app, name="models")
+app.command("bench", epilog=bench_command.EXAMPLES)(bench_command.bench)
 
 Url = Annotated[str, typer.Option(help="Where the gateway answers.")]
 ModelArgument = Annotated[str | None, typer.Argument(help="A name, a GGUF file or a directory.")]

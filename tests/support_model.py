@@ -69,3 +69,11 @@ class PagedSequences:
             logit_rows=torch.tensor(rows, dtype=torch.int64),
         )
         return self.model.forward(batch, self.state)
+
+    def fork(self, source: int) -> None:
+        """All sequences become what `source` is."""
+        for sequence, pages in enumerate(self._tables):
+            if sequence != source:
+                self.lengths[sequence] = self.lengths[source]
+                for state in self.state:
+                    state[:, pages] = state[:, self._tables[source]]

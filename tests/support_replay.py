@@ -1,8 +1,8 @@
 """Whether an answer is what the model says: each token judged by one undisturbed forward pass over what precedes it.
 
-An answer equals its solo run if and only if every one of its tokens is the solo run's choice after the tokens before
-it, so one pass with the answer's own tokens forced says as much as running it again, and goes on behind a token that
-rounding has changed. Rounding differs with the batch; so a token that is not the pass's own choice is *excused* where
+An answer equals its solo run if and only if each of its tokens is the solo run's choice after the tokens before it; so
+one pass with the answer's own tokens forced says as much as running it again, and goes on behind a token that rounding
+has changed. Rounding differs with the batch; so a token that is not the pass's own choice is *excused* where
 the choice was a draw within rounding, and wrong otherwise.
 """
 
@@ -36,33 +36,53 @@ class Asked:
     ignore_eos: bool = False
 
 
-def solo_logits(prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-    """Float64 logits [len(tokens), vocab]: row i is what token i was chosen from."""
-    fed = [*prompt, *tokens[:-1]]
-    rows = list(range(len(prompt) - 1, len(fed)))
-    sequence = PagedSequences(real_model(), 1, len(fed))
+@dataclass(frozen=True)
+class Given:
+    """One choice as a client saw it. whole: it came to its end; else only what came of it is judged."""
+
+    asked: Asked
+    seen: ChoiceSeen
+    choice: int = 0
+    whole: bool = True
+
+
+def solo_logits(prompt: tuple[int, ...], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Per answer, float64 logits [its length, vocab]: row i is what its token i is chosen from. The prompt is computed
+    once and alone, the answers behind copies of it."""
+    sequences = PagedSequences(real_model(), len(answers), len(prompt) + max(map(len, answers)))
     with torch.inference_mode():
-        return sequence.step({0: fed}, rows=rows).double().numpy()
+        first = sequences.step({0: list(prompt)}).double().numpy()
+        sequences.fork(0)
+        forced = {i: list(answer[:-1]) for i, answer in enumerate(answers) if len(answer) > 1}
+        rest = sequences.step(forced, every_row=True).double().numpy() if forced else first[:0]
+    ends = np.cumsum([len(answer) - 1 for answer in answers])
+    parts = [rest[end - len(answer) + 1 : end] for end, answer in zip(ends, answers, strict=True)]
+    return [np.concatenate((first, part)) for part in parts]
 
 
-def judge(asked: Asked, seen: ChoiceSeen, choice: int, *, whole: bool = True) -> int:
-    """AssertionError where `seen` cannot be this choice of a solo run; else how many of its tokens are excused. whole:
-    the answer came to its end; else only what came of it is judged."""
-    if whole:
-        _check_end(asked, seen)
-    if not seen.token_ids:
+def judge(prompt: tuple[int, ...], given: Sequence[Given]) -> int:
+    """AssertionError where one of the answers to `prompt` cannot be that of a solo run; else how many of their tokens
+    are excused."""
+    for answer in given:
+        if answer.whole:
+            _check_end(answer.asked, answer.seen)
+    begun = [answer for answer in given if answer.seen.token_ids]
+    if not begun:
         return 0
-    logits = solo_logits(asked.prompt, seen.token_ids)
-    excused = 0
-    for index, token in enumerate(seen.token_ids):
-        pick = _greedy if asked.temperature == 0 else _sampled
-        if not pick(logits[index], token, asked, choice, index):
-            excused += 1
-    for index, logprob in enumerate(seen.logprobs):
-        row = logits[index]
-        expected = row[seen.token_ids[index]] - (row.max() + math.log(np.exp(row - row.max()).sum()))
-        assert abs(logprob - expected) < 2 * LOGIT_ROUNDING, f"logprob {logprob} of token {index}, solo {expected}"
-    return excused
+    logits = solo_logits(prompt, [answer.seen.token_ids for answer in begun])
+    return sum(_excused(answer, rows) for answer, rows in zip(begun, logits, strict=True))
+
+
+def _excused(given: Given, logits: np.ndarray) -> int:
+    tokens, pick = given.seen.token_ids, _greedy if given.asked.temperature == 0 else _sampled
+    for row, token, logprob in zip(logits, tokens, given.seen.logprobs, strict=False):
+        expected = row[token] - (row.max() + math.log(np.exp(row - row.max()).sum()))
+        assert abs(logprob - expected) < 2 * LOGIT_ROUNDING, f"{given}: {logprob} for {token}, solo {expected}"
+    picks = [
+        pick(row, token, given.asked, given.choice, i)
+        for i, (row, token) in enumerate(zip(logits, tokens, strict=True))
+    ]
+    return picks.count(False)
 
 
 def _greedy(logits: np.ndarray, token: int, asked: Asked, choice: int, index: int) -> bool:
@@ -70,6 +90,8 @@ def _greedy(logits: np.ndarray, token: int, asked: Asked, choice: int, index: in
     best = int(logits.argmax())
     behind = float(logits[best] - logits[token])
     assert token == best or behind < GREEDY_MARGIN, f"{asked}: token {index} is {token}, {behind} behind {best}"
+    if token != best:
+        print(f"excused: {token}, {behind:.2g} behind {best}")
     return token == best
 
 
@@ -87,6 +109,7 @@ def _sampled(logits: np.ndarray, token: int, asked: Asked, choice: int, index: i
     border = low if draw < low else high
     off, allowed = abs(draw - border), border * (1 - border) * math.expm1(2 * LOGIT_ROUNDING / asked.temperature)
     assert off <= allowed, f"{asked}: choice {choice}, token {index} is {token} [{low}, {high}), the draw is {draw}"
+    print(f"excused: the draw is {off:.2g} outside the token's interval, of {allowed:.2g} allowed")
     return False
 
 

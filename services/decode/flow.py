@@ -35,6 +35,7 @@ from shared.runtime.errors import (
     UnknownRoom,
     error_from_code,
 )
+from shared.runtime.scope import until
 from shared.transfer.link import Link
 
 
@@ -66,18 +67,20 @@ async def serve_ticket(d: DecodeFlow, ticket: LiveTicket) -> None:
     try:
         with ticket.scope:
             ticket.scope.check()
-            if ticket.order.prefill is None:
-                ticket.apply(machine.StartedLocally(ticket.key.generation))
-                d.engine.start_local(ticket.key)
-            else:
-                await d.link.open(ticket.key, ticket.secret, d.engine.unit_tables(ticket.key), ticket.first_bytes)
-                await _publish_destination(d, ticket)
-                record = await _await_record(d, ticket)
-                if not _ended_at_first(record):
-                    await _await_bytes(d, ticket, record)
-                _take_over(d, ticket, record)
-            ticket.scope.check()
-            await ticket.all_done.wait()
+            async with until(ticket.deadline, "the request"):
+                if ticket.order.prefill is None:
+                    ticket.apply(machine.StartedLocally(ticket.key.generation))
+                    d.engine.start_local(ticket.key)
+                else:
+                    units = d.engine.unit_tables(ticket.key)
+                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes)
+                    await _publish_destination(d, ticket)
+                    record = await _await_record(d, ticket)
+                    if not _ended_at_first(record):
+                        await _await_bytes(d, ticket, record)
+                    _take_over(d, ticket, record)
+                ticket.scope.check()
+                await ticket.all_done.wait()
         ticket.apply(machine.Ended(ticket.key.generation, Cause(FINISHED)))
     except BatonError as error:
         ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="decode")))
@@ -141,19 +144,15 @@ async def _send_destination(d: DecodeFlow, ticket: LiveTicket, prefill: str) -> 
 async def _await_record(d: DecodeFlow, ticket: LiveTicket) -> Commit:
     """Waits for P's commit record. In silence it asks P (by repeating the destination) rather than guess."""
     assert ticket.order.prefill is not None
-    while not ticket.record.done():
-        left = ticket.deadline - d.deps.clock.now()
-        if left <= 0:
-            raise DeadlineExceeded("the prompt's state did not arrive before the request's deadline")
-        await asyncio.wait({ticket.record}, timeout=min(d.settings.probe_s, left))
+    while True:
+        await asyncio.wait({ticket.record}, timeout=d.settings.probe_s)
         if ticket.record.done():
-            break
+            return ticket.record.result()
         reply = await _send_destination(d, ticket, ticket.order.prefill)
         if reply.status is not DestinationStatus.ACCEPTED and not ticket.record.done():
             raise error_from_code(
                 reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket"
             )
-    return ticket.record.result()
 
 
 async def _await_bytes(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> None:

@@ -4,7 +4,6 @@ The desk (`desk.py`) has already taken the pages and said yes to the gateway; me
 events of its machine there, or complete what this coroutine waits for.
 """
 
-import asyncio
 from dataclasses import dataclass
 
 from services.prefill.ticket import LiveTicket
@@ -28,6 +27,7 @@ from shared.protocol.messages import (
 )
 from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError, DeadlineExceeded, EngineError, PeerLost, ProtocolError
+from shared.runtime.scope import until
 from shared.transfer.link import Link
 
 
@@ -55,21 +55,21 @@ async def serve_ticket(p: PrefillFlow, ticket: LiveTicket) -> None:
     try:
         with ticket.scope:
             ticket.scope.check()
-            accepted_at = p.deps.clock.now()
-            destination = await _await_destination(p, ticket)
-            begun_at = p.deps.clock.now()
-            first, computed_at = await _compute_and_send(p, ticket, destination)
-            now = p.deps.clock.now()
-            timings = PrefillTimings(
-                queue_s=begun_at - accepted_at,
-                prefill_s=computed_at - begun_at,
-                transfer_s=now - computed_at,
-                backend=p.link.actual_backend(ticket.key),
-            )
-            record = await _commit_record(p, ticket, first, timings)
-            ticket.apply(machine.AllSent(ticket.key.generation))
-            await _repeat_commit(p, ticket, record)
-            ticket.apply(machine.CommitAnswered(ticket.key.generation))
+            async with until(ticket.deadline, "the prompt"):
+                accepted_at = p.deps.clock.now()
+                destination = await ticket.destination  # nothing is computed before: no prefill is wasted
+                begun_at = p.deps.clock.now()
+                first, computed_at = await _compute_and_send(p, ticket, destination)
+                timings = PrefillTimings(
+                    queue_s=begun_at - accepted_at,
+                    prefill_s=computed_at - begun_at,
+                    transfer_s=p.deps.clock.now() - computed_at,
+                    backend=p.link.actual_backend(ticket.key),
+                )
+                record = await _commit_record(p, ticket, first, timings)
+                ticket.apply(machine.AllSent(ticket.key.generation))
+                await _repeat_commit(p, ticket, record)
+                ticket.apply(machine.CommitAnswered(ticket.key.generation))
     except BatonError as error:
         ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="prefill")))
     except Exception as error:
@@ -88,15 +88,6 @@ def perform(p: PrefillFlow, ticket: LiveTicket, effect: object) -> None:
             p.deps.spawn(_tell(p, ticket, "decode", ticket.order.decode, cause), f"tell-decode-{ticket.key.room}")
         case machine.TellGateway(cause=cause):
             p.deps.spawn(_tell(p, ticket, "gateway", ticket.order.gateway, cause), f"tell-gateway-{ticket.key.room}")
-
-
-async def _await_destination(p: PrefillFlow, ticket: LiveTicket) -> Destination:
-    """Nothing is computed before D has said where the state goes, so no prefill is wasted."""
-    left = ticket.deadline - p.deps.clock.now()
-    await asyncio.wait({ticket.destination}, timeout=max(0.0, left))
-    if not ticket.destination.done():
-        raise DeadlineExceeded("the decode worker did not send its destination before the request's deadline")
-    return ticket.destination.result()
 
 
 async def _compute_and_send(

@@ -16,9 +16,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 
 
-async def send_reports(
-    settings: SidecarProcessSettings, boot_id: str, report: Callable[[], WorkerReport]
-) -> None:
+async def send_reports(settings: SidecarProcessSettings, boot_id: str, report: Callable[[], WorkerReport]) -> None:
     """Publishes reports until cancelled."""
     warned = False
     while True:

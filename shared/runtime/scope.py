@@ -1,7 +1,21 @@
-"""A part of a coroutine that somebody else may end: like `asyncio.timeout`, but by a call instead of a time."""
+"""Parts of a coroutine that end early: at a deadline, or because somebody else says so."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
+
+from shared.runtime.errors import DeadlineExceeded
+
+
+@asynccontextmanager
+async def until(deadline: float, what: str) -> AsyncIterator[None]:
+    """The block must be done by `deadline` (time of the running loop); else DeadlineExceeded says that `what` was not."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{what} was not done by the request's deadline") from error
 
 
 class ScopeEnded(Exception):
@@ -9,7 +23,9 @@ class ScopeEnded(Exception):
 
 
 class EndScope:
-    """`with scope:` runs until the block is done or `end()` is called, whichever is first; then the code after the
+    """Like `asyncio.timeout`, but ended by a call instead of a time.
+
+    `with scope:` runs until the block is done or `end()` is called, whichever is first; then the code after the
     block goes on. A cancellation that did not come from `end()` passes through untouched. For one `with` only.
     """
 

@@ -110,6 +110,8 @@ class SidecarSettings(CommonSettings):
     transfer: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on the same host, else tcp")
     ipc_dir: Path | None = Field(None, description="sockets of the sidecars of one host. Default: STATE_DIR/ipc")
     tcp_host: str = Field("127.0.0.1", description="address other hosts reach this sidecar at")
+    tcp_port: Port = Field(0, description="port other hosts reach this sidecar at; 0: a free one")
+    listen_host: str = Field("", description="address the sidecar listens on. Default: tcp_host")
 
 
 class WorkerSettings(SidecarSettings):

@@ -40,8 +40,7 @@ class Ledger:
 
     def receipt(self) -> Receipt:
         return tuple(
-            self._component(component, units)
-            for component, units in zip(self._components, self._units, strict=True)
+            self._component(component, units) for component, units in zip(self._components, self._units, strict=True)
         )
 
     def _component(self, component: StateComponent, units: dict[int, tuple[int, bytes]]) -> ComponentReceipt:

@@ -134,9 +134,7 @@ class Pool:
             found += [digest(data[at : at + size]) for at in range(a, a + count * size, size)]
         if partial:
             hasher = xxhash.xxh3_128()
-            for (a, a_end), (b, b_end) in zip(
-                _partial(ours, to, mine), _partial(other, start, theirs), strict=True
-            ):
+            for (a, a_end), (b, b_end) in zip(_partial(ours, to, mine), _partial(other, start, theirs), strict=True):
                 flat[a:a_end] = source._flat[b:b_end]
                 hasher.update(data[a:a_end])
             found.append(hasher.digest())

@@ -51,7 +51,8 @@ class SidecarOptions:
         pairs = {
             "--name": self.name,
             "--ipc-dir": self.ipc_dir,
-            "--nats-url": self.nats_url,
+            # An address may hold a password, which no list of processes should show.
+            "--nats-url": None if self.nats_url else "",
             "--transfer": self.transfer,
             "--tcp-host": self.tcp_host,
             "--tcp-port": self.tcp_port,
@@ -59,6 +60,10 @@ class SidecarOptions:
         }
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]
         return (*given, *self.arguments)
+
+    def environment(self) -> dict[str, str]:
+        """Settings that are not for flags."""
+        return {"BATON_SIDECAR_NATS_URL": self.nats_url} if self.nats_url else {}
 
 
 class SidecarLink:
@@ -223,7 +228,12 @@ class SidecarLink:
     async def _spawn(self) -> None:
         options = self._options
         self._child = await SidecarProcess.start(
-            options.flags(), self._pool_fd, self._layout, self._moving, options.start_timeout_s
+            options.flags(),
+            options.environment(),
+            self._pool_fd,
+            self._layout,
+            self._moving,
+            options.start_timeout_s,
         )
         self._address = self._child.address
 

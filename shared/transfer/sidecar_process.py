@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -57,25 +58,28 @@ class SidecarProcess:
     async def start(
         cls,
         arguments: tuple[str, ...],
+        environment: dict[str, str],
         pool_fd: int,
         layout: PoolLayout,
         on_moving: Callable[[Moving], None],
         timeout_s: float,
     ) -> Self:
-        """Starts the process and waits until peers can reach it. Raises PeerLost if it does not come up."""
+        """Starts the process, with `environment` on top of our own, and waits until peers can reach it. Raises PeerLost
+        if it does not come up."""
         ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", "services.sidecar", "--control-fd", str(theirs.fileno()), *arguments)
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.sidecar",
-                "--control-fd",
-                str(theirs.fileno()),
-                *arguments,
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        socket.send_fds(ours, [POOL_BYTE], [pool_fd])
+            try:
+                socket.send_fds(ours, [POOL_BYTE], [pool_fd])
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    pass_fds=(theirs.fileno(),),
+                    env=os.environ | environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            except BaseException:
+                ours.close()
+                raise
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         child = cls(process, reader, writer, on_moving)
         writer.write(frame(Attach(layout=layout)))

@@ -78,11 +78,14 @@ class WorkerService(Service):
         )
         self._pool = StatePool(plan_layout(model, engine_settings))
         self.engine = BatchEngine(model, self._pool, engine_settings, executor, self.on_step, self.clock)
+        chosen = settings.model_fields_set  # a sidecar has settings of its own: what nobody set here is left to them
         options = SidecarOptions(
             name=f"{settings.name}-sidecar",
-            transfer=settings.transfer,
+            transfer=settings.transfer if "transfer" in chosen else None,
             ipc_dir=settings.ipc_dir or settings.state_dir / "ipc",
-            tcp_host=settings.tcp_host,
+            tcp_host=settings.tcp_host if "tcp_host" in chosen else None,
+            tcp_port=settings.tcp_port if "tcp_port" in chosen else None,
+            listen_host=settings.listen_host if "listen_host" in chosen else None,
             nats_url=settings.nats_url,
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
         )

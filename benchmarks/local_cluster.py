@@ -1,0 +1,101 @@
+"""A cluster for a benchmark: `baton up` as its own process, on free ports and with a state directory of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+REPO = Path(__file__).parents[1]
+_START_S = 300.0
+_STOP_S = 60.0
+_POLL_S = 0.02
+
+
+class LocalCluster:
+    """`with LocalCluster("--decode", "2") as cluster:` is ready inside, and gone afterwards. flags: of `baton up`."""
+
+    def __init__(self, *flags: str) -> None:
+        self._flags = flags
+        self._directory = tempfile.TemporaryDirectory(prefix="baton-bench-")
+        self._log = Path(self._directory.name) / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+        self.start_s = 0.0
+        """From the process's start to the line that says it is ready."""
+
+    def __enter__(self) -> Self:
+        argv = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--state-dir", f"{self._directory.name}/state"]
+        env = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")} | {"COLUMNS": "400"}
+        began = time.perf_counter()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*argv, *self._flags], stdout=log, stderr=subprocess.STDOUT, cwd=REPO, env=env, start_new_session=True
+            )
+        try:
+            self.url = self._wait_ready(began + _START_S).split()[1].removesuffix("/v1")
+        except BaseException:
+            self._end()
+            raise
+        self.start_s = time.perf_counter() - began
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """By name, as in `/cluster`: `prefill-0`, `prefill-0-sidecar` …, and nats-server and the launcher."""
+        assert self._process is not None
+        launcher = psutil.Process(self._process.pid)
+        named = {"launcher": launcher}
+        for process in launcher.children(recursive=True):
+            named[_name(process)] = process
+        return named
+
+    def _wait_ready(self, deadline: float) -> str:
+        assert self._process is not None
+        while time.perf_counter() < deadline:
+            lines = self._log.read_text(errors="replace").splitlines()
+            ready = next((line for line in lines if line.startswith("Ready  ")), None)
+            if ready is not None:
+                return ready
+            if self._process.poll() is not None:
+                raise RuntimeError("`baton up` ended:\n" + "\n".join(lines[-20:]))
+            time.sleep(_POLL_S)
+        raise RuntimeError(f"not ready after {_START_S:g} s; see what `baton up {' '.join(self._flags)}` says")
+
+    def _end(self) -> None:
+        """In order; whatever is left after that is killed."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                family = psutil.Process(self._process.pid).children(recursive=True)
+                self._process.send_signal(signal.SIGINT)
+                try:
+                    self._process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    self._process.kill()
+                    self._process.wait()
+                _, left = psutil.wait_procs(family, timeout=1.0)
+                for process in left:
+                    process.kill()
+            self._process = None
+        self._directory.cleanup()
+
+
+def _name(process: psutil.Process) -> str:
+    """What the process calls itself in `/cluster`."""
+    command, environment = process.cmdline(), process.environ()
+    if command[0].endswith("nats-server"):
+        return "nats-server"
+    if "--name" in command:
+        return command[command.index("--name") + 1]
+    role = next((part.removeprefix("services.") for part in command if part.startswith("services.")), process.name())
+    return environment.get(f"BATON_{role.upper()}_NAME", role)

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Prepares $MODEL in the volume that all share, leaves it under one fixed name, and compiles the kernels.
+# MODEL: what `baton models prepare` takes, or the name of a file or directory in /input.
+set -eu
+
+model=$MODEL
+if [ -e "/input/$model" ]; then
+    model=/input/$model
+fi
+directory=$(baton models prepare "$model")
+ln -sfn "$directory" "$BATON_CACHE_DIR/model.new"
+mv -T "$BATON_CACHE_DIR/model.new" "$BATON_CACHE_DIR/model"
+if [ "${BATON_DEVICE:-cpu}" = cpu ]; then
+    mkdir -p "$NUMBA_CACHE_DIR"
+    python -c 'from kernels.cpu.ops import warm_up; warm_up()'
+fi
+echo "$directory is ready"
