@@ -1,11 +1,13 @@
 """A cluster for a benchmark: `baton up` as its own process, on free ports and with a state directory of its own."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +18,8 @@ REPO = Path(__file__).parents[1]
 _START_S = 300.0
 _STOP_S = 60.0
 _POLL_S = 0.02
+_KEPT = ("BATON_CACHE_DIR",)
+"""All other settings are the defaults, whatever the shell that runs the benchmark has."""
 
 
 class LocalCluster:
@@ -31,8 +35,18 @@ class LocalCluster:
         """From the process's start to the line that says it is ready."""
 
     def __enter__(self) -> Self:
-        argv = [sys.executable, "-m", "services.cli", "up", "--port", "0", "--state-dir", f"{self._directory.name}/state"]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")} | {"COLUMNS": "400"}
+        argv = [
+            sys.executable,
+            "-m",
+            "services.cli",
+            "up",
+            "--port",
+            "0",
+            "--state-dir",
+            f"{self._directory.name}/state",
+        ]
+        env = {key: value for key, value in os.environ.items() if key in _KEPT or not key.startswith("BATON_")}
+        env["COLUMNS"] = "400"
         began = time.perf_counter()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -52,13 +66,14 @@ class LocalCluster:
         self._end()
 
     def processes(self) -> dict[str, psutil.Process]:
-        """By name, as in `/cluster`: `prefill-0`, `prefill-0-sidecar` …, and nats-server and the launcher."""
+        """By the name `/cluster` has for each; and `nats-server` and `launcher`."""
         assert self._process is not None
+        with urllib.request.urlopen(f"{self.url}/cluster", timeout=10.0) as answer:
+            workers = json.load(answer)["workers"]
         launcher = psutil.Process(self._process.pid)
-        named = {"launcher": launcher}
-        for process in launcher.children(recursive=True):
-            named[_name(process)] = process
-        return named
+        named = {worker["id"]: psutil.Process(worker["pid"]) for worker in workers}
+        named |= {child.name(): child for child in launcher.children() if child.name() == "nats-server"}
+        return named | {"launcher": launcher}
 
     def _wait_ready(self, deadline: float) -> str:
         assert self._process is not None
@@ -88,14 +103,3 @@ class LocalCluster:
                     process.kill()
             self._process = None
         self._directory.cleanup()
-
-
-def _name(process: psutil.Process) -> str:
-    """What the process calls itself in `/cluster`."""
-    command, environment = process.cmdline(), process.environ()
-    if command[0].endswith("nats-server"):
-        return "nats-server"
-    if "--name" in command:
-        return command[command.index("--name") + 1]
-    role = next((part.removeprefix("services.") for part in command if part.startswith("services.")), process.name())
-    return environment.get(f"BATON_{role.upper()}_NAME", role)

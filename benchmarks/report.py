@@ -89,7 +89,9 @@ def write_rows(name: str, rows: Sequence[Row], machine: Machine, directory: Path
     """Writes NAME.json, a list with one object for each row, and returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    entries = [{key: _plain(value) for key, value in asdict(row).items()} | {"machine": asdict(machine)} for row in rows]
+    entries = [
+        {key: _plain(value) for key, value in asdict(row).items()} | {"machine": asdict(machine)} for row in rows
+    ]
     path.write_text(json.dumps(entries, indent=1, allow_nan=False) + "\n")
     return path
 
@@ -103,7 +105,14 @@ def print_rows(console: Console, title: str, rows: Sequence[Row], machine: Machi
         goal = "" if row.goal is None else f"≥ {row.goal:g} {'reached' if row.reached else 'MISSED'}"
         spread = (_short(min(row.runs)), _short(max(row.runs)))
         table.add_row(
-            row.name, _short(row.value), row.unit, _short(row.against), _short(row.ratio), goal, *spread, str(len(row.runs))
+            row.name,
+            _short(row.value),
+            row.unit,
+            _short(row.against),
+            _short(row.ratio),
+            goal,
+            *spread,
+            str(len(row.runs)),
         )
     console.print(table)
     console.print(

@@ -12,19 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from shared.machines.stepping import Event, IllegalTransition, Outcome, Step, next_state
+
 
 class ReceivingState(Enum):
     OPEN = "open"
     FILLING = "filling"
     FENCING = "fencing"
     QUIESCED = "quiesced"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """generation: the attempt the event speaks of."""
-
-    generation: int
 
 
 class WriterEntered(Event):
@@ -57,24 +52,11 @@ class ReportQuiesced:
 Effect = AnnounceFirstBytes | StopWriters | ReportQuiesced
 
 
-class IllegalTransition(RuntimeError):
-    """The caller did what the machine does not allow: a bug of ours, not of a peer."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReceivingTicket:
     generation: int
     state: ReceivingState = ReceivingState.OPEN
     writers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """ignored: `stale` (another generation) or `late` (after the end); then the ticket is unchanged."""
-
-    ticket: ReceivingTicket
-    effects: tuple[Effect, ...] = ()
-    ignored: str | None = None
 
 
 TERMINAL = frozenset({ReceivingState.QUIESCED})
@@ -100,16 +82,14 @@ def may_write(ticket: ReceivingTicket) -> bool:
     return (ticket.state, WriterEntered) in TRANSITIONS
 
 
-def step(ticket: ReceivingTicket, event: Event) -> Step:
+def step(ticket: ReceivingTicket, event: Event) -> Step[ReceivingTicket]:
     """The ticket after `event`, and what is to be done. Raises IllegalTransition for a row that does not exist."""
-    if event.generation != ticket.generation:
-        return Step(ticket, ignored="stale")
-    if ticket.state in TERMINAL:
-        return Step(ticket, ignored="late")
-    entered = TRANSITIONS.get((ticket.state, type(event)))
+    entered, outcome = next_state(TRANSITIONS, TERMINAL, ticket.state, ticket.generation, event)
+    if outcome is not Outcome.APPLIED:
+        return Step(ticket, outcome=outcome)
     writers = ticket.writers + isinstance(event, WriterEntered) - isinstance(event, WriterLeft)
-    if entered is None or writers < 0:
-        raise IllegalTransition(f"{type(event).__name__} in {ticket.state.name} with {ticket.writers} writers")
+    if writers < 0:
+        raise IllegalTransition(f"{type(event).__name__} in {ticket.state.name} with no writers")
     after = SETTLED.get((entered, writers > 0), entered)
     return Step(replace(ticket, state=after, writers=writers), _effects(ticket.state, entered, after))
 

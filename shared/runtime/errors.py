@@ -165,16 +165,18 @@ class DeadlineExceeded(RequestError):
     http_status = 504
 
 
-def _leaves(cls: type[BatonError]) -> dict[str, type[BatonError]]:
+def _by_code(cls: type[BatonError]) -> dict[str, type[BatonError]]:
+    """Only the classes of this file: an adapter's own subclass is reported under its base."""
     table = {cls.code: cls}
     for sub in cls.__subclasses__():
-        table.update(_leaves(sub))
+        if sub.__module__ == __name__:
+            table |= _by_code(sub)
     return table
 
 
 def error_from_code(code: str, message: str) -> BatonError:
     """The error a peer reported; an unknown code becomes an internal error that names it."""
-    found = _leaves(BatonError).get(code)
+    found = _by_code(BatonError).get(code)
     if found is None:
         return BatonError(f"{code}: {message}")
     return found(message)

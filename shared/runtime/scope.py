@@ -10,7 +10,7 @@ from shared.runtime.errors import DeadlineExceeded
 
 @asynccontextmanager
 async def until(deadline: float, what: str) -> AsyncIterator[None]:
-    """The block must be done by `deadline` (time of the running loop); else DeadlineExceeded says that `what` was not."""
+    """The block must be done by `deadline` (time of the running loop), else DeadlineExceeded names `what`."""
     try:
         async with asyncio.timeout_at(deadline):
             yield

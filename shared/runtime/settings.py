@@ -28,7 +28,7 @@ PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-_NAME = re.compile(r"^[a-z0-9_-]{1,48}$")
+_NAME = re.compile(r"^[a-z0-9_-]{1,40}$")
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -68,7 +68,7 @@ class CommonSettings(BaseSettings):
     def _name_is_a_token(cls, value: str) -> str:
         value = value or cls.role
         if not _NAME.match(value):
-            raise ValueError("may hold only a-z, 0-9, '_' and '-' (1 to 48 characters)")
+            raise ValueError("may hold only a-z, 0-9, '_' and '-' (1 to 40 characters)")
         return value
 
     @field_validator("log_level", mode="before")

@@ -226,8 +226,8 @@ def run(cluster: MonitoredCluster, all_orders: list[Order], num_solo: int) -> No
     took = sorted(order.took_s for order in stayed)
     print(
         f"\n{len(all_orders)} requests in {played_s:.1f} s (median {took[len(took) // 2]:.2f} s,"
-        f" longest {took[-1]:.2f} s), {len(left)} left early; {num_tokens} tokens judged in {judged_s:.1f} s, {excused} of them excused;"
-        f" {differing} of {num_solo} solo runs differ by excused tokens;"
+        f" longest {took[-1]:.2f} s), {len(left)} left early; {num_tokens} tokens judged in {judged_s:.1f} s,"
+        f" {excused} of them excused; {differing} of {num_solo} solo runs differ by excused tokens;"
         f" {cluster.counter('decode', 'preemptions'):.0f} preemptions,"
         f" {cluster.counter('gateway', 'attempts_retried'):.0f} attempts retried"
     )

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.machines import transfer as machine
+from shared.machines.stepping import IllegalTransition, Outcome, Step
 from shared.machines.transfer import (
     AnnounceFirstBytes,
     FenceRequested,
-    IllegalTransition,
     ReceivingState,
     ReceivingTicket,
     ReportQuiesced,
@@ -67,10 +67,10 @@ def test_nobody_leaves_who_did_not_enter() -> None:
 
 def test_another_generation_and_the_end_change_nothing() -> None:
     ticket = ReceivingTicket(2)
-    assert step(ticket, FenceRequested(1)) == machine.Step(ticket, ignored="stale")
+    assert step(ticket, FenceRequested(1)) == Step(ticket, outcome=Outcome.STALE)
     ended = step(ticket, FenceRequested(2)).ticket
     for event in (WriterEntered(2), WriterLeft(2), FenceRequested(2)):
-        assert step(ended, event) == machine.Step(ended, ignored="late")
+        assert step(ended, event) == Step(ended, outcome=Outcome.LATE)
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "fence", "stale"]), max_size=40))
