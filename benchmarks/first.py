@@ -30,7 +30,7 @@ _SHARE_GOAL = 5.0
 
 def main() -> None:
     console, machine = Console(highlight=False), Machine.here()
-    weights_bytes = prepare(DEFAULT_MODEL, load_settings(GatewaySettings).cache_dir).weights_bytes
+    weights_bytes = prepare(DEFAULT_MODEL, load_settings(GatewaySettings).cache_dir).config.weights_bytes
     rows: list[Row] = []
     starts = [_start_s(console, f"start {number} of {_STARTS + 1}") for number in range(1, _STARTS + 1)]
     console.print(f"start {_STARTS + 1} of {_STARTS + 1}; this cluster then takes the load …")
@@ -70,7 +70,8 @@ def _latency_rows(url: str, prompt_len: int, seed: int) -> list[Row]:
 
 
 def _throughput_rows(url: str, seeds: Iterator[int]) -> list[Row]:
-    one, eight = [], []
+    one: list[float] = []
+    eight: list[float] = []
     for _ in range(_ROUNDS):
         for streams, rates in ((1, one), (8, eight)):
             result = _load(url, streams, requests=streams, prompt_len=32, answer_len=64, seed=next(seeds))

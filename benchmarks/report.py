@@ -15,6 +15,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 _BUSY = 0.5
+_LEAST_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +99,13 @@ def write_rows(name: str, rows: Sequence[Row], machine: Machine, directory: Path
 
 def print_rows(console: Console, title: str, rows: Sequence[Row], machine: Machine) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
-    table.add_column("figure")
-    for column in ("value", "unit", "against", "ratio", "goal", "from", "to", "runs"):
-        table.add_column(column, justify="left" if column == "unit" else "right")
+    for column in ("figure", "value", "unit", "against", "ratio", "goal", "from", "to"):
+        table.add_column(column, justify="left" if column in ("figure", "unit") else "right", no_wrap=True)
     for row in rows:
         goal = "" if row.goal is None else f"≥ {row.goal:g} {'reached' if row.reached else 'MISSED'}"
-        spread = (_short(min(row.runs)), _short(max(row.runs)))
-        table.add_row(
-            row.name,
-            _short(row.value),
-            row.unit,
-            _short(row.against),
-            _short(row.ratio),
-            goal,
-            *spread,
-            str(len(row.runs)),
-        )
+        spread = (_short(min(row.runs)), _short(max(row.runs))) if len(row.runs) > 1 else ("", "")
+        table.add_row(row.name, _short(row.value), row.unit, _short(row.against), _short(row.ratio), goal, *spread)
+    console.width = max(console.width, _LEAST_WIDTH)  # rather lines that a small terminal wraps than cut figures
     console.print(table)
     console.print(
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / (1 << 30):.0f} GiB, Python {machine.python}, "

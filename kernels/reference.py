@@ -5,7 +5,8 @@ import torch
 
 
 class ReferenceOps:
-    """Ops on whatever device its tensors are on; obvious, not fast."""
+    """Ops on whatever device their tensors are on; obvious, not fast. Pages, and what says where in them, may be on
+    another device than the step and of another type."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -33,13 +34,13 @@ class ReferenceOps:
         query_start: torch.Tensor,
     ) -> torch.Tensor:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
-        page_tokens = kv_layer.shape[3]
-        lengths = torch.diff(query_start.long())
-        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
-        page = block_tables[sequence, positions // page_tokens].long()
-        row = positions % page_tokens
-        kv_layer[page, 0, :, row] = _rotate(k, cos, sin).to(kv_layer.dtype)
-        kv_layer[page, 1, :, row] = v.to(kv_layer.dtype)
+        page_tokens, where = kv_layer.shape[3], kv_layer.device
+        lengths = torch.diff(query_start.long()).to(where)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=where), lengths)
+        at = positions.to(where)
+        page, row = block_tables.to(where)[sequence, at // page_tokens].long(), at % page_tokens
+        kv_layer[page, 0, :, row] = _rotate(k, cos, sin).to(kv_layer)
+        kv_layer[page, 1, :, row] = v.to(kv_layer)
         return _rotate(q, cos, sin)
 
     def paged_attention(
@@ -56,7 +57,7 @@ class ReferenceOps:
         for s, context_len in enumerate(contexts):
             rows = slice(starts[s], starts[s + 1])
             key, value = gather_context(kv_layer, block_tables[s], context_len)
-            out[rows] = _attend(q[rows], key.to(q.dtype), value.to(q.dtype), scale)
+            out[rows] = _attend(q[rows], key.to(q), value.to(q), scale)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def gather_context(
     """A sequence's keys and values as copies, each [Hkv, context_len, D]; nothing beyond the context."""
     page_tokens = kv_layer.shape[3]
     num_pages = -(-context_len // page_tokens)
-    pages = kv_layer[block_table[:num_pages].long()]  # [n, 2, Hkv, B, D]
+    pages = kv_layer[block_table[:num_pages].to(kv_layer.device).long()]  # [n, 2, Hkv, B, D]
     merged = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context_len]  # [2, Hkv, context_len, D]
     return merged[0], merged[1]
 

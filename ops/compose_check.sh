@@ -122,11 +122,11 @@ scale_under_load() {
 }
 
 down() {
+    local of_project="label=com.docker.compose.project=$COMPOSE_PROJECT_NAME" volumes left name
+    volumes=$(docker ps -aq --filter "$of_project" | xargs docker inspect -f '{{range .Mounts}}{{println .Name}}{{end}}' | sort -u)
     "${compose[@]}" --progress quiet down -v --remove-orphans
-    local left
-    left=$(for kind in container volume network; do
-        docker "$kind" ls -q $([ $kind = container ] && echo -a) --filter "label=com.docker.compose.project=$COMPOSE_PROJECT_NAME"
-    done)
+    left=$(docker ps -aq --filter "$of_project" && docker network ls -q --filter "$of_project")
+    for name in $volumes; do left+=$(docker volume ls -q --filter "name=^$name\$"); done
     [ -z "$left" ] || fail "left behind: $left"
 }
 

@@ -113,6 +113,8 @@ class RealCluster:
         self.url = self._ready_line().split()[1].removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=300.0)
         self._note_family()
+        num_processes = 2 + 2 * (self.num_prefill + self.num_decode)  # a sidecar's first report may come a little later
+        poll(lambda: len(self.workers()) == num_processes, lambda: f"not {num_processes}: {self.workers()}", 15.0)
         if self._warm:
             self._warm_up()
         self.mark()
@@ -202,9 +204,8 @@ class RealCluster:
         if name == "nats-server":
             pid = next(p.pid for p in self._family.values() if is_alive(p) and p.name() == "nats-server")
         else:
-            report = self.worker(name)
-            assert report is not None, f"no {name} in {[worker['id'] for worker in self.workers()]}"
-            pid = int(report["pid"])
+            pid = poll(lambda: self._live_pid(name), f"no {name} in {self.url}/cluster", 15.0)
+            self._note_family()
         os.kill(pid, number)
         return pid
 
@@ -273,6 +274,10 @@ class RealCluster:
         if self._process.poll() is None:
             launcher = psutil.Process(self._process.pid)
             self._family |= {child.pid: child for child in launcher.children(recursive=True)}
+
+    def _live_pid(self, name: str) -> int | None:
+        report = self.worker(name)
+        return int(report["pid"]) if report is not None and psutil.pid_exists(report["pid"]) else None
 
     def _warm_up(self) -> None:
         """Several at once, so that every pair of workers gets some."""

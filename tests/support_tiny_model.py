@@ -12,7 +12,8 @@ from gguf.quants import quantize
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shared.engine.weights.llama import GGUF_NAMES, HF_NAMES
+from shared.engine.weights.dense_gguf import GGUF_NAMES
+from shared.engine.weights.dense_hf import HF_NAMES
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 3, 64, 96, 4, 2, 16
 BOS, EOS, EXTRA_EOS = "<s>", "</s>", "<|im_end|>"

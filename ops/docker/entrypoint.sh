@@ -17,11 +17,19 @@ gateway | prefill | decode | kvstore)
         BATON_NAME=$role-$(hostname | tr '[:upper:]' '[:lower:]' | tr -c 'a-z0-9_\n' - | cut -c 1-32)
         export BATON_NAME
     fi
-    case $role in prefill | decode)
+    case $role in
+    prefill | decode)
         if [ -z "${BATON_TCP_HOST:-}" ]; then
             BATON_TCP_HOST=$(hostname -i | cut -d ' ' -f 1)
             export BATON_TCP_HOST
         fi
+        ;;
+    kvstore)
+        # Replicas share one volume: each holds a place in it for as long as it lives, and its successor takes that over.
+        place=0
+        while exec 9>"$BATON_STATE_DIR/$place.lock" && ! flock --nonblock 9; do place=$((place + 1)); done
+        BATON_STATE_DIR=$BATON_STATE_DIR/$place
+        export BATON_STATE_DIR
         ;;
     esac
     exec python -m "services.$role" "$@"

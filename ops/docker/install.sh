@@ -1,7 +1,7 @@
 #!/bin/sh
 # install.sh ARGUMENTS: `pip install` into /opt/baton within our pinned versions, without what only developers need.
 set -eu
-python3 -m pip --python /opt/baton/bin/python install --quiet -c wheels/constraints.txt "$@"
+python3 -m pip --python /opt/baton/bin/python install --quiet -c constraints.txt "$@"
 cd /opt/baton/lib/python3*/site-packages
 find . -type d -name tests -prune -exec rm -rf {} +
 if [ -d torch ]; then

@@ -10,8 +10,10 @@ fi
 directory=$(baton models prepare "$model")
 ln -sfn "$directory" "$BATON_CACHE_DIR/model.new"
 mv -T "$BATON_CACHE_DIR/model.new" "$BATON_CACHE_DIR/model"
-if [ "${BATON_DEVICE:-cpu}" = cpu ]; then
+if [ ! -e "$NUMBA_CACHE_DIR/warm" ]; then
+    echo "compiling the CPU's kernels"
     mkdir -p "$NUMBA_CACHE_DIR"
     python -c 'from kernels.cpu.ops import warm_up; warm_up()'
+    touch "$NUMBA_CACHE_DIR/warm"
 fi
 echo "$directory is ready"

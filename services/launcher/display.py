@@ -16,7 +16,7 @@ from services.launcher.child import Phase
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 _STAGES = {
-    "fetch": "fetching the model's package",
+    "fetch": "fetching the model",
     "wait": "waiting for another process that prepares it",
     "digest": "reading the model",
     "weights": "preparing weights",

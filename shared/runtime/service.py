@@ -241,7 +241,7 @@ async def _run_to_status(build: Callable[[C], Service], settings: C) -> int:
         return EXIT_CONFIG
     except Exception as error:
         for leaf in _leaves(error):
-            log.critical("%s", leaf, exc_info=None if isinstance(leaf, BatonError) else leaf)
+            log.critical("%s", leaf, exc_info=None if isinstance(leaf, BatonError | ConfigError) else leaf)
         return EXIT_CONFIG if any(isinstance(leaf, ConfigError) for leaf in _leaves(error)) else 1
     return 0
 

@@ -121,6 +121,9 @@ class WorkerSettings(SidecarSettings):
 
     model: str = Field(DEFAULT_MODEL, description="name in `baton models`, a GGUF file, or a Hugging Face directory")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model is computed")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="what the model is computed in; workers of one cluster need the same"
+    )
     threads: Positive | None = Field(None, description="compute threads. Default: the host's cores, shared out")
     page_tokens: Positive = Field(16, description="tokens in a page")
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="memory for the state of requests, as in 1GiB")

@@ -11,6 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from shared.runtime.errors import InvalidRequest
+from shared.text.chat_template import ChatTemplate
 from shared.text.files import TOKENIZER_FILE, TextSettings
 from shared.text.gguf_tokenizer import GgufVocabulary, UnsupportedTokenizer
 
@@ -24,12 +26,17 @@ _GGUF_NAMED_IDS = {
 _GGUF_END_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
-def write_text_files(source: Path, directory: Path) -> None:
+def write_text_files(source: Path, directory: Path, fields: Mapping[str, Any] | None = None) -> None:
     """From a GGUF file or a Hugging Face directory to `tokenizer.json` and `text.json` in `directory`.
 
+    fields: the GGUF's metadata by key, where the caller has read it; reading it here takes seconds.
     UnsupportedTokenizer (a ValueError) says what about the model's tokenizer is not known; nothing is written then.
     """
-    tokenizer, settings = _from_directory(source) if source.is_dir() else _from_gguf(source)
+    if source.is_dir():
+        tokenizer, settings = _from_directory(source)
+    else:
+        tokenizer, settings = _from_fields(_read_gguf(source) if fields is None else fields)
+    _try_template(settings)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     directory.mkdir(parents=True, exist_ok=True)
@@ -37,15 +44,30 @@ def write_text_files(source: Path, directory: Path) -> None:
     settings.write(directory)
 
 
-def _from_gguf(path: Path) -> tuple[Tokenizer, TextSettings]:
+def _read_gguf(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     reader = GGUFReader(str(path))
-    fields = {
+    return {
         name: item.contents()
         for name, item in reader.fields.items()
         if name.startswith("tokenizer.") and name != "tokenizer.huggingface.json"
     }
+
+
+def _try_template(settings: TextSettings) -> None:
+    """ValueError where the model's chat template does not compile, or fails on the plainest of conversations: then no
+    chat would ever be answered."""
+    if settings.chat_template is None:
+        return
+    template = ChatTemplate(settings.chat_template, named_tokens=settings.special_tokens, control_tokens=())
+    try:
+        template.render([{"role": "user", "content": "Hello"}], {"add_generation_prompt": True})
+    except InvalidRequest as error:
+        raise ValueError(f"{error}, on one message of a user") from error
+
+
+def _from_fields(fields: Mapping[str, Any]) -> tuple[Tokenizer, TextSettings]:
     vocabulary = GgufVocabulary.from_fields(fields)
     tokenizer = vocabulary.build()
     bos = fields.get("tokenizer.ggml.bos_token_id")

@@ -11,7 +11,7 @@ from shared.engine.api import Engine, StepOutput
 from shared.engine.engine import BatchEngine
 from shared.engine.executor import ThreadExecutor
 from shared.engine.models.base import Model
-from shared.engine.models.registry import load_model
+from shared.engine.models.registry import check_device, load_model
 from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.engine.weights.catalog import prepare
@@ -144,6 +144,7 @@ class WorkerService(Service):
         return None
 
     def _load(self) -> Model:
+        check_device(self.settings.device)
         if self.settings.model == "toy":
             self.model_name = "toy"
             return load_model(Path("toy"), self.settings.device)
@@ -151,7 +152,7 @@ class WorkerService(Service):
             warm_up()
         prepared = prepare(self.settings.model, self.settings.cache_dir)
         self.model_name = prepared.name
-        return load_model(prepared.directory, self.settings.device)
+        return load_model(prepared.directory, self.settings.device, self.settings.dtype)
 
     def _on_sidecar_restart(self) -> None:
         self.counters.add("sidecar_restarts")

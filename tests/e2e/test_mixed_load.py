@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.support_answers import CHAT, COMPLETIONS, Seen, StreamSeen, see_body
 from tests.support_client import body_of, poll
 from tests.support_cluster import RealCluster
+from tests.support_processes import Files, more_files, open_files
 from tests.support_replay import Asked, Given, judge
 from tests.support_text import text_model
 
 SEED = 20_250_211
 CONCURRENCY = 32
-CHANNELS_PER_PEER = 2
 STOPS = ("\n", ".", ",", " the", "e")
 SAYING = "Who knows why rivers bend, ships sink, cats sleep and old maps lie about the shape of every coast?"
 
@@ -37,13 +36,6 @@ class MonitoredCluster(RealCluster):
         ports = max((self.state_dir / "nats").glob("*.ports"), key=lambda path: path.stat().st_mtime)
         monitoring = json.loads(ports.read_text())["monitoring"][0]
         return int(httpx.get(f"{monitoring}/subsz").json()["num_subscriptions"])
-
-    def open_files(self) -> dict[str, int]:
-        pids = {worker["id"]: worker["pid"] for worker in self.workers()}
-        launcher = psutil.Process(pids["gateway"]).parent()
-        assert launcher is not None
-        pids |= {child.name(): child.pid for child in launcher.children() if child.name() == "nats-server"}
-        return {name: psutil.Process(pid).num_fds() for name, pid in pids.items()} | {"baton": launcher.num_fds()}
 
 
 @dataclass
@@ -209,11 +201,10 @@ def compare_with_solo_runs(cluster: RealCluster, some: list[Order]) -> int:
 
 
 def run(cluster: MonitoredCluster, all_orders: list[Order], num_solo: int) -> None:
-    files, subscriptions = cluster.open_files(), cluster.num_subscriptions()
+    files, subscriptions = open_files(cluster), cluster.num_subscriptions()
     began = time.monotonic()
     asyncio.run(play(cluster.url, all_orders))
     played_s = time.monotonic() - began
-    cluster.settled(files=False)
     check_nothing_is_left(cluster, files, subscriptions)
     stayed, left = [o for o in all_orders if not o.left], [o for o in all_orders if o.left]
     for order in stayed:
@@ -235,26 +226,17 @@ def run(cluster: MonitoredCluster, all_orders: list[Order], num_solo: int) -> No
     assert differing <= 1 + num_solo // 10
 
 
-def check_nothing_is_left(cluster: MonitoredCluster, files: dict[str, int], subscriptions: int) -> None:
-    """Sidecars keep a few channels to a peer open for the next transfer, as many as before or up to their bound."""
-    peers = max(cluster.num_prefill, cluster.num_decode)
-    allowed = {
-        name: count + (CHANNELS_PER_PEER * peers if name.endswith("-sidecar") else 0) for name, count in files.items()
-    }
-
-    def more() -> dict[str, tuple[int, int]]:
-        now = cluster.open_files()
-        assert now.keys() == files.keys(), "a process has died"
-        return {name: (files[name], now[name]) for name in files if now[name] > allowed[name]}
-
-    poll(lambda: not more(), lambda: f"open files before and now: {more()}", 15.0)
+def check_nothing_is_left(cluster: MonitoredCluster, files: Files, subscriptions: int) -> None:
+    cluster.settled(files=False)
+    poll(lambda: not more_files(cluster, files), lambda: f"{more_files(cluster, files)}", 15.0)
+    assert open_files(cluster).keys() == files.keys(), "a process has died"
     poll(
         lambda: cluster.num_subscriptions() == subscriptions,
         lambda: f"{cluster.num_subscriptions()} subscriptions, {subscriptions} before",
         10.0,
     )
-    assert cluster.counter("gateway", "task_failures") == 0
-    assert cluster.counter("prefill", "task_failures") == cluster.counter("decode", "task_failures") == 0
+    for role in ("gateway", "prefill", "decode"):
+        assert cluster.counter(role, "task_failures") == 0
 
 
 def test_two_hundred_requests_of_all_kinds(cluster: MonitoredCluster) -> None:

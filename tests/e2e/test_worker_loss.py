@@ -2,6 +2,8 @@
 happened, never with a wrong answer; the cluster is whole again afterwards and holds nothing of what was lost."""
 
 import json
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,13 +18,15 @@ from shared.runtime.errors import BatonError
 from tests.support_answers import COMPLETIONS, Seen, StreamSeen, see_body
 from tests.support_client import Report, body_of, poll
 from tests.support_cluster import RealCluster
+from tests.support_processes import Files, launcher_of, more_files, open_files
 from tests.support_replay import Asked, Given, judge
 
 DEADLINE_S = 60.0
 """Of each request, set at the gateway."""
 LATE_S = 20.0
 """How much later than that a client may hear of its end."""
-PROMPTS = [tuple((i * 31 + length) % 40_000 + 100 for i in range(length)) for length in (7, 40, 90, 280)]
+FROZEN_S = 4.0
+PROMPTS = [tuple((i * 31 + length) % 40_000 + 100 for i in range(length)) for length in (7, 30, 60, 260)]
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     with RealCluster(tmp_path_factory.mktemp("loss"), prefill=2, decode=2, settings=settings) as running:
         running.expect_trouble = True
         yield running
+
+
+@pytest.fixture
+def files(cluster: RealCluster) -> Files:
+    """What is open before the test."""
+    return open_files(cluster)
 
 
 @dataclass
@@ -96,7 +106,7 @@ class Load:
     def __enter__(self) -> "Load":
         for number in range(16):
             temperature = 0.0 if number % 4 < 2 else 0.8
-            asked = Asked(PROMPTS[number // 4], 24 + number, temperature, seed=number, ignore_eos=True)
+            asked = Asked(PROMPTS[number // 4], 16 + number, temperature, seed=number, ignore_eos=True)
             self.orders.append(Order(asked, stream=number % 2 == 0))
         self._threads = ThreadPoolExecutor(len(self.orders))
         self._running = [self._threads.submit(order.send, self.cluster.url) for order in self.orders]
@@ -168,13 +178,15 @@ def wait_whole(cluster: RealCluster, name: str = "", other_than: int = 0) -> Rep
     return cluster.worker(name) if name else None
 
 
-def check_serves(cluster: RealCluster) -> None:
-    """Eight requests by the whole path, so that every worker gets some; then nothing is left of anything."""
+def check_serves(cluster: RealCluster, files: Files) -> None:
+    """Eight requests by the whole path, so that every worker gets some; then nothing is left of anything: no page, slot,
+    ticket or letterbox, and in the processes that lived on no open file."""
     with ThreadPoolExecutor(8) as threads:
         bodies = [body_of(prompt=list(PROMPTS[1]), max_tokens=2, baton={"path": "remote", "strict": True})] * 8
         answers = list(threads.map(lambda body: httpx.post(cluster.url + COMPLETIONS, json=body, timeout=60.0), bodies))
     assert [answer.status_code for answer in answers] == [200] * 8, [answer.text for answer in answers]
-    cluster.mark()
+    cluster.settled(files=False)
+    poll(lambda: not more_files(cluster, files), lambda: f"{more_files(cluster, files)}", 15.0)
 
 
 def tickets_of(cluster: RealCluster, name: str) -> int:
@@ -188,7 +200,7 @@ def wait_until_busy(cluster: RealCluster, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "prefill-1-sidecar", "decode-1-sidecar"])
-def test_killed_and_started_again(cluster: RealCluster, name: str) -> None:
+def test_killed_and_started_again(cluster: RealCluster, name: str, files: Files) -> None:
     before = cluster.worker(name)
     assert before is not None
     with Load(cluster) as load:
@@ -201,4 +213,60 @@ def test_killed_and_started_again(cluster: RealCluster, name: str) -> None:
     assert after["boot_id"] != before["boot_id"]
     outcomes = load.check()
     assert outcomes["right answer"] >= 8, outcomes
-    check_serves(cluster)
+    for order in load.orders:
+        if order.stream and order.outcome != "right answer":
+            assert order.num_tokens, "what had no token yet is tried again elsewhere"
+    check_serves(cluster, files)
+
+
+def test_the_gateway_is_killed(cluster: RealCluster, files: Files) -> None:
+    """Its clients cannot be told anything; the workers notice that nobody waits for their work."""
+    before = cluster.worker("gateway")
+    assert before is not None
+    with Load(cluster) as load:
+        load.wait_for_tokens(8)
+        pid = cluster.kill("gateway")
+    after = wait_whole(cluster, "gateway", other_than=pid)
+    assert after is not None
+    assert after["boot_id"] != before["boot_id"]
+    outcomes = load.check(may_break=True)
+    assert outcomes["connection lost"] >= 8, outcomes
+    check_serves(cluster, files)
+
+
+@pytest.mark.parametrize("away_s", [0.0, 2.5])
+def test_nats_is_killed(cluster: RealCluster, files: Files, away_s: float) -> None:
+    """It comes back on its port, and all processes with it; nobody takes a worker for lost meanwhile."""
+    boots = {worker["id"]: worker["boot_id"] for worker in cluster.workers()}
+    launcher = launcher_of(cluster)
+    with Load(cluster) as load:
+        load.wait_for_tokens(8)
+        launcher.suspend()  # so that it starts no other one yet
+        try:
+            cluster.kill("nats-server")
+            time.sleep(away_s)
+        finally:
+            launcher.resume()
+    wait_whole(cluster)
+    outcomes = load.check()
+    assert outcomes["right answer"] >= 12, outcomes
+    check_serves(cluster, files)
+    assert {worker["id"]: worker["boot_id"] for worker in cluster.workers()} == boots
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-1", "nats-server"])
+def test_frozen_for_a_while(cluster: RealCluster, name: str, files: Files) -> None:
+    """Longer than a worker may be silent. What waits for it goes elsewhere or ends; woken, it lets go of all that was
+    taken from it."""
+    boots = {worker["id"]: worker["boot_id"] for worker in cluster.workers()}
+    with Load(cluster) as load:
+        load.wait_for_tokens(4) if name == "nats-server" else wait_until_busy(cluster, name)
+        pid = cluster.signal(name, signal.SIGSTOP)
+        try:
+            time.sleep(FROZEN_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    wait_whole(cluster)
+    load.check()
+    check_serves(cluster, files)
+    assert {worker["id"]: worker["boot_id"] for worker in cluster.workers()} == boots

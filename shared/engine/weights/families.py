@@ -6,14 +6,23 @@ A new family is one file here that plans its tensors, and one row in each table 
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.engine.weights import llama
+from shared.engine.weights import llama, mistral, qwen2, qwen3
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.gguf_file import GgufFile
 from shared.engine.weights.hf_dir import HfDir
 from shared.engine.weights.plan import ModelPlan
 
-GGUF_FAMILIES: dict[str, Callable[[GgufFile], ModelPlan]] = {"llama": llama.plan_gguf}
-HF_FAMILIES: dict[str, Callable[[HfDir], ModelPlan]] = {"LlamaForCausalLM": llama.plan_hf}
+GGUF_FAMILIES: dict[str, Callable[[GgufFile], ModelPlan]] = {
+    "llama": llama.plan_gguf,
+    "qwen2": qwen2.plan_gguf,
+    "qwen3": qwen3.plan_gguf,
+}
+HF_FAMILIES: dict[str, Callable[[HfDir], ModelPlan]] = {
+    "LlamaForCausalLM": llama.plan_hf,
+    "MistralForCausalLM": mistral.plan_hf,
+    "Qwen2ForCausalLM": qwen2.plan_hf,
+    "Qwen3ForCausalLM": qwen3.plan_hf,
+}
 
 
 def plan_source(source: Path) -> ModelPlan:

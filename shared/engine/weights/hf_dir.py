@@ -12,6 +12,7 @@ from shared.engine.weights.plan import whole_number
 from shared.engine.weights.safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 
 
 class HfDir:
@@ -24,7 +25,8 @@ class HfDir:
         if (path / _INDEX).is_file():
             self._open_indexed()
             return
-        for file in sorted(path.glob("*.safetensors")):
+        whole = path / _WHOLE  # beside which some publish the same weights under other names
+        for file in [whole] if whole.is_file() else sorted(path.glob("*.safetensors")):
             opened = SafetensorsFile(file)
             self._tensors.update(dict.fromkeys(opened.names, opened))
         if not self._tensors:

@@ -1,7 +1,8 @@
 """What a model family makes of a source: its numbers, and how to build each tensor of the final layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pydantic import JsonValue
@@ -22,7 +23,8 @@ class PlannedTensor:
 class ModelPlan:
     """Everything is checked against the source by now: a plan that exists can be built.
 
-    numbers: what the family's model class needs, as it goes into model.json.
+    numbers: what the family's model class needs, as it goes into model.json. gguf_fields: metadata that the source was
+    read with, where it has any; reading it again takes seconds.
     """
 
     architecture: str
@@ -32,6 +34,7 @@ class ModelPlan:
     bos_token_id: int | None
     numbers: dict[str, JsonValue]
     tensors: tuple[PlannedTensor, ...]
+    gguf_fields: Mapping[str, Any] | None = None
 
 
 def whole_number(where: object, key: str, value: object, least: int = 0) -> int:
@@ -39,6 +42,14 @@ def whole_number(where: object, key: str, value: object, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidModel(f"{where}: {key} is {value!r}, not a whole number of at least {least}")
     return value
+
+
+def said(where: object, config: Mapping[str, Any], key: str) -> bool:
+    """Whether a switch is on; absent and null mean off. InvalidModel names what is no switch."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidModel(f"{where}: {key} is {value!r}, neither true nor false")
+    return bool(value)
 
 
 def optional_number(where: object, key: str, value: object) -> int | None:

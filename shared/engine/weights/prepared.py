@@ -53,11 +53,13 @@ def write_prepared(
     """Fills the existing `directory`; all of it is on disk when this returns."""
     tell("text", 0, 1)
     try:
-        write_text_files(source, directory)
+        write_text_files(source, directory, plan.gguf_fields)
     except OSError:
         raise
+    except ValueError as error:
+        raise InvalidModel(f"{source}: {_one_line(error)}") from error
     except Exception as error:  # the tokenizers library knows no narrower one
-        raise InvalidModel(f"{source}: its tokenizer cannot be read: {error}") from error
+        raise InvalidModel(f"{source}: its tokenizer cannot be read: {_one_line(error)}") from error
     tell("text", 1, 1)
     done, total = 0, len(plan.tensors)
 
@@ -131,6 +133,10 @@ def open_weights(directory: Path, model: ModelFile) -> SafetensorsFile:
     if weights.digest() != model.weights_digest:
         raise InvalidModel(f"{weights} is damaged: its digest is not the one in {MODEL_FILE}; delete {directory}")
     return weights
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _sync(path: Path) -> None:

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from shared.engine.weights.catalog import PreparedModel, prepare
+from shared.engine.weights.dense_hf import HF_NAMES
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.families import plan_source
 from shared.engine.weights.gguf_file import GgufFile
 from shared.engine.weights.hf_dir import HfDir
-from shared.engine.weights.llama import HF_NAMES
 from shared.engine.weights.prepared import WEIGHTS_FILE
 from shared.runtime.errors import BatonError
 from tests.support_tiny_model import (
@@ -177,8 +177,10 @@ def test_gguf_refusals_name_file_and_tensor(tmp_path: Path) -> None:
     assert "has no tensor blk.1.ffn_up.weight" in refusal(path, tmp_path)
     write_gguf(path, raw | {"model.norm.weight": np.ones(HIDDEN + 32, dtype=np.float32)})
     assert "tensor output_norm.weight has the shape (96,) instead of (64,)" in refusal(path, tmp_path)
+    write_gguf(path, raw, extra={"blk.0.attn_sinks.weight": np.ones(HEADS, dtype=np.float32)})
+    assert "blk.0.attn_sinks.weight" in refusal(path, tmp_path)
     write_gguf(path, raw, extra={"blk.0.attn_q.bias": np.ones(HIDDEN, dtype=np.float32)})
-    assert "blk.0.attn_q.bias" in refusal(path, tmp_path)
+    assert "has no tensor blk.0.attn_k.bias" in refusal(path, tmp_path)
 
 
 def test_an_unknown_tensor_format_is_refused(tmp_path: Path) -> None:
@@ -198,12 +200,23 @@ def test_an_unknown_tensor_format_is_refused(tmp_path: Path) -> None:
         ({"architectures": ["Qwen9ForCausalLM"]}, "'Qwen9ForCausalLM' is not supported; supported: LlamaForCausalLM"),
         ({"architectures": None}, "the architecture of no name is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"attention_bias": True}, "has no tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes', neither true nor false"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn', which is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope scaling 'llama3' is incomplete"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic', which is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope scaling 'llama3' is incomplete: it has no factor"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "4"}},
+            "rope scaling 'linear' cannot be computed: factor is '4'",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, "factor is -4.0, not a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "cannot be computed: "),
+        ({"rope_scaling": ["yarn"]}, "its rope settings are ['yarn'], not an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "that differ from layer to layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key-value heads evenly"),
         ({"num_attention_heads": "four"}, "num_heads is 'four'"),
-        ({"num_hidden_layers": 4}, "has no tensor model.layers.3.self_attn.q_proj.weight"),
+        ({"num_hidden_layers": 4}, "has no tensor model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "model.layers.2."),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"eos_token_id": "end"}, "eos_token_id is 'end'"),

@@ -1,0 +1,142 @@
+"""Every dense decoder of Llama's kind: RMS norm, rotary grouped-query attention, gated MLP. The families differ in the
+numbers they bring: biases, norms of q and k, a stretched rotary embedding.
+
+Shapes: T new tokens, H hidden, Hq / Hkv query and key-value heads of D, F inner size of the MLP.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from kernels.ops import Ops, get_ops
+from kernels.reference import ReferenceOps
+from shared.engine.models.base import Batch
+from shared.engine.weights.catalog import PreparedModel
+from shared.engine.weights.dense import DenseNumbers, check_numbers
+from shared.engine.weights.prepared import KV_DTYPE, WEIGHTS_DTYPE, open_weights
+from shared.state.components import IndexKind, StateComponent
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """The weights of one layer, [out, in] each, never written. None: this model has none of it."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class DenseDecoder:
+    """One PAGE component, "kv": [layers, pages, 2, Hkv, page_tokens, D]. The compute thread owns it.
+
+    Weights on any device and of any float type; the state is float32 and may lie on another device.
+    """
+
+    def __init__(self, prepared: PreparedModel, weights: dict[str, torch.Tensor], ops: Ops) -> None:
+        config = prepared.config
+        self._embed = weights["embed"]  # [vocab, H]
+        self.identity = identity_in(prepared.identity, self._embed.dtype)
+        self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_model_len
+        self.eos_token_ids = frozenset(config.eos_token_ids)
+        self._numbers = n = check_numbers(DenseNumbers, prepared.directory, **config.numbers)
+        self._ops = ops
+        self._norm = weights["norm"]  # [H]
+        self._lm_head = self._embed if n.tied else weights["lm_head"]  # [vocab, H]
+        self._layers = tuple(_layer(weights, f"layers.{i}.") for i in range(n.num_layers))
+        table = _cos_sin(weights["rope_inv_freq"], self.max_model_len) * n.rope_attention_factor
+        self._cos_sin = table.to(self._embed.dtype)  # [max_model_len, D]
+
+    def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
+        n = self._numbers
+        kv = StateComponent(
+            name="kv",
+            index=IndexKind.PAGE,
+            unit_tokens=page_tokens,
+            outer=(2, n.num_kv_heads),
+            inner=(n.head_dim,),
+            dtype=KV_DTYPE,
+            layers=tuple(range(n.num_layers)),
+            shard_axis=1,
+        )
+        return (kv,)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        ops, eps = self._ops, self._numbers.norm_eps
+        (kv,) = state
+        last = len(self._layers) - 1
+        device = self._embed.device
+        positions, wanted = batch.positions.to(device), batch.logit_rows.to(device)
+        residual = self._embed[batch.tokens.to(device)]  # [T, H]
+        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        for i, layer in enumerate(self._layers):
+            x = self._attention(x, layer, kv[i], batch, positions)
+            if i == last:  # only rows whose logits are wanted matter from here on: [R, H]
+                x, residual = x[wanted], residual[wanted]
+                if not len(x):
+                    return x.new_empty(0, self.vocab_size, dtype=torch.float32)
+            x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
+            x = ops.linear(x, layer.down, layer.down_bias)
+            following = self._norm if i == last else self._layers[i + 1].input_norm
+            x, residual = ops.add_rms_norm(x, residual, following, eps)
+        return ops.linear(x, self._lm_head).float()  # [R, vocab]
+
+    def _attention(
+        self, x: torch.Tensor, layer: DenseLayer, kv: torch.Tensor, batch: Batch, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, D]."""
+        ops, n = self._ops, self._numbers
+        heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, n.head_dim)  # [T, Hq + 2 Hkv, D]
+        q, k, v = torch.split(heads, [n.num_heads, n.num_kv_heads, n.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._each_head_normed(q, layer.q_norm), self._each_head_normed(k, layer.k_norm)
+        tables, starts = batch.block_tables, batch.query_start
+        q = ops.rotary_and_store(q, k, v, self._cos_sin, positions, kv, tables, starts)
+        out = ops.paged_attention(q, kv, tables, starts, batch.context_lens, n.head_dim**-0.5)  # [T, Hq, D]
+        return ops.linear(out.flatten(1), layer.o, layer.o_bias)
+
+    def _each_head_normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        flat = heads.reshape(-1, heads.shape[-1])  # [T · heads, D]
+        return self._ops.rms_norm(flat, weight, self._numbers.norm_eps).view(heads.shape)
+
+
+def load(prepared: PreparedModel, device: str, dtype: str) -> DenseDecoder:
+    """In float32 on a CPU the weights stay the mapped file, shared with the machine's other workers; else they are
+    copied. The rotary frequencies are float32 whatever the rest is."""
+    file = open_weights(prepared.directory, prepared.config)
+    kind = getattr(torch, dtype)
+    weights = {}
+    for name in file.names:
+        tensor = torch.from_numpy(file.read(name))
+        weights[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
+    return DenseDecoder(prepared, weights, get_ops(device) if kind is torch.float32 else ReferenceOps())
+
+
+def identity_in(identity: str, dtype: torch.dtype) -> str:
+    """Workers that compute in different types are not each other's: state from one is not what the other computes."""
+    name = str(dtype).removeprefix("torch.")
+    return identity if name == WEIGHTS_DTYPE else hashlib.sha256(f"{identity}\0{name}".encode()).hexdigest()[:32]
+
+
+def _layer(weights: dict[str, torch.Tensor], prefix: str) -> DenseLayer:
+    parts = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    return DenseLayer(**parts)
+
+
+def _cos_sin(inv_freq: torch.Tensor, max_len: int) -> torch.Tensor:
+    """[max_len, D]: cosines, then sines, of position times frequency, in float32 as the model was trained."""
+    positions = torch.arange(max_len, dtype=torch.float32, device=inv_freq.device)
+    angles = torch.outer(positions, inv_freq)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)

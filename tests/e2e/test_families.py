@@ -1,0 +1,35 @@
+"""A model directory of one's own through real processes: what `transformers` says, from P and D and over the wire."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support_cluster import RealCluster
+from tests.support_families import build, reference_tokens, write_hf
+
+PROMPT = [(i * 37 + 11) % 256 for i in range(83)]
+SMALL = {"common.page_tokens": 8, "common.kv_bytes": "16MiB", "common.prefill_chunk": 24}
+
+
+def test_a_directory_is_served_as_transformers_computes_it(tmp_path: Path) -> None:
+    model = build("qwen3", head_dim=32, tie_word_embeddings=True)
+    source = write_hf(model, tmp_path / "Tiny Qwen3", num_shards=2)
+    with RealCluster(tmp_path / "cluster", model=str(source), settings=SMALL) as cluster:
+        answer = cluster.complete(model="tiny-qwen3", prompt=PROMPT, max_tokens=64, baton={"path": "remote"})
+        assert answer.path == "remote"
+        assert answer.token_ids == reference_tokens(model, PROMPT, 64)
+        cluster.settled(files=False)
+
+
+@pytest.mark.slow
+def test_workers_that_compute_in_different_types_do_not_hand_over(tmp_path: Path) -> None:
+    source = write_hf(build("llama"), tmp_path / "tiny")
+    with RealCluster(
+        tmp_path / "cluster", model=str(source), settings={**SMALL, "decode.dtype": "bfloat16"}
+    ) as cluster:
+        prefill, decode = cluster.workers("prefill")[0], cluster.workers("decode")[0]
+        assert prefill["identity"] != decode["identity"]
+        refused = cluster.complete(model="tiny", prompt=PROMPT, max_tokens=4, baton={"path": "remote", "strict": True})
+        assert refused.status == 503
+        local = cluster.complete(model="tiny", prompt=PROMPT, max_tokens=4, baton={"path": "local"})
+        assert (local.path, len(local.token_ids)) == ("local", 4)
