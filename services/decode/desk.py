@@ -50,7 +50,7 @@ class DecodeDesk:
 
     def __post_init__(self) -> None:
         self.tickets: TicketTable[LiveTicket] = TicketTable(self.deps.clock, self.deps.counters)
-        self.logs: Tombstones[tuple[TokenEntry, ...]] = Tombstones(self.deps.clock, capacity=512, keep_s=30.0)
+        self.logs: Tombstones[tuple[TokenEntry, ...]] = Tombstones(self.deps.clock, capacity=128, keep_s=30.0)
         self.outbox = TokenOutbox(self.deps, self.tickets.find)
         self.draining = False
         self._flow = flow.DecodeFlow(self.deps, self.engine, self.link, self.outbox, self.settings)
@@ -65,7 +65,7 @@ class DecodeDesk:
             await listen(bus, "decode", peer, subjects.CANCEL, Cancel, self.on_cancel, counters),
             await listen(bus, "decode", peer, subjects.FAIL, Fail, self.on_fail, counters),
         ]
-        self.deps.spawn(self.outbox.run(), "token-outbox")
+        self.deps.spawn_vital(self.outbox.run(), "token-outbox")
 
     async def stop(self) -> None:
         for subscription in self._subscriptions:
@@ -146,7 +146,8 @@ class DecodeDesk:
 
     async def on_fail(self, notice: Fail) -> Verdict:
         """P gave the ticket up."""
-        if (ticket := self.tickets.addressed(notice)) is not None:
+        ticket = self.tickets.addressed(notice)
+        if ticket is not None and not ticket.state.committed:  # after that P has no part in it any more
             ticket.apply(machine.Ended(notice.generation, Cause(notice.code, notice.message, by="prefill")))
         return Verdict(ok=True)
 

@@ -21,15 +21,11 @@ from shared.protocol.messages import (
     Destination,
     DestinationReply,
     DestinationStatus,
-    Fail,
-    Verdict,
 )
 from shared.runtime.deps import Deps
 from shared.runtime.errors import (
     BatonError,
     Corrupt,
-    DeadlineExceeded,
-    PeerLost,
     ProtocolError,
     TransferTimeout,
     UnknownRoom,
@@ -37,6 +33,7 @@ from shared.runtime.errors import (
 )
 from shared.runtime.scope import until
 from shared.transfer.link import Link
+from shared.worker.notices import tell_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,7 @@ async def serve_ticket(d: DecodeFlow, ticket: LiveTicket) -> None:
                     record = await _await_record(d, ticket)
                     if not _ended_at_first(record):
                         await _await_bytes(d, ticket, record)
+                    await d.link.fence(ticket.key)  # from here on only the engine writes these pages
                     _take_over(d, ticket, record)
                 ticket.scope.check()
                 await ticket.all_done.wait()
@@ -85,7 +83,7 @@ async def serve_ticket(d: DecodeFlow, ticket: LiveTicket) -> None:
     except BatonError as error:
         ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="decode")))
     except Exception as error:
-        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", repr(error), by="decode")))
+        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", type(error).__name__, by="decode")))
         raise
     finally:
         await _release(d, ticket)
@@ -103,26 +101,23 @@ def perform(d: DecodeFlow, ticket: LiveTicket, effect: object) -> None:
         case machine.Quarantine():
             ticket.scope.end()
         case machine.TellPrefill(cause=cause):
-            if ticket.order.prefill is not None:
-                d.deps.spawn(
-                    _tell(d, ticket, "prefill", ticket.order.prefill, cause), f"tell-prefill-{ticket.key.room}"
-                )
+            assert ticket.order.prefill is not None
+            _tell(d, ticket, "prefill", ticket.order.prefill, cause)
         case machine.TellGateway(cause=cause):
-            d.deps.spawn(_tell(d, ticket, "gateway", ticket.order.gateway, cause), f"tell-gateway-{ticket.key.room}")
+            _tell(d, ticket, "gateway", ticket.order.gateway, cause)
 
 
 async def _publish_destination(d: DecodeFlow, ticket: LiveTicket) -> None:
     """Tells P where the state goes, until P says that it has heard it. NATS does not order two publishers, so P may be
     asked before the gateway's own message has reached it: *unknown* is asked again for a while."""
     assert ticket.order.prefill is not None
-    for _ in range(d.settings.unknown_asks):
+    for turn in range(d.settings.unknown_asks):
+        await d.deps.clock.sleep(0.05 * turn)
         reply = await _send_destination(d, ticket, ticket.order.prefill)
         if reply.status is DestinationStatus.ACCEPTED:
             return
         if reply.status is not DestinationStatus.UNKNOWN:
-            raise error_from_code(
-                reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket"
-            )
+            raise _refusal(reply)
     raise UnknownRoom("the prefill worker never heard of this ticket")
 
 
@@ -135,7 +130,6 @@ async def _send_destination(d: DecodeFlow, ticket: LiveTicket, prefill: str) -> 
         geometry=d.engine.geometry,
         link=d.link.address,
         secret=ticket.secret,
-        remaining_s=max(0.0, ticket.deadline - d.deps.clock.now()),
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
     return await ask(d.deps.bus, d.deps.clock, where, destination, DestinationReply, deadline=ticket.deadline)
@@ -150,9 +144,7 @@ async def _await_record(d: DecodeFlow, ticket: LiveTicket) -> Commit:
             return ticket.record.result()
         reply = await _send_destination(d, ticket, ticket.order.prefill)
         if reply.status is not DestinationStatus.ACCEPTED and not ticket.record.done():
-            raise error_from_code(
-                reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket"
-            )
+            raise _refusal(reply)
 
 
 async def _await_bytes(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> None:
@@ -209,9 +201,11 @@ async def _release(d: DecodeFlow, ticket: LiveTicket) -> None:
     """Quarantine: first no writer may be left, then no step; only then are the pages free."""
     stopped = Cause("peer_lost", "the decode worker is shutting down", by="decode")
     ticket.apply(machine.Ended(ticket.key.generation, stopped))  # changes nothing where the end is known already
-    if ticket.order.prefill is not None:
-        await d.link.fence(ticket.key)
-    await d.engine.retire(ticket.key)
+    try:
+        if ticket.order.prefill is not None:
+            await d.link.fence(ticket.key)
+    finally:
+        await d.engine.retire(ticket.key)
     if not ticket.commit_answer.done():
         cause = ticket.state.cause or Cause("dead_room")
         status = CommitStatus.FAILED if cause.failed else CommitStatus.DEAD
@@ -222,18 +216,6 @@ async def _release(d: DecodeFlow, ticket: LiveTicket) -> None:
     d.deps.changed()
 
 
-async def _tell(d: DecodeFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
-    """Tells the other leg, or the gateway, that the ticket ended and why."""
-    message = Fail(
-        room=ticket.key.room,
-        generation=ticket.key.generation,
-        sender=d.deps.peer,
-        code=cause.code,
-        message=cause.message,
-    )
-    try:
-        deadline = d.deps.clock.now() + d.settings.tell_s
-        where = subjects.subject(role, peer, subjects.FAIL)
-        await ask(d.deps.bus, d.deps.clock, where, message, Verdict, deadline=deadline)
-    except (PeerLost, DeadlineExceeded, ProtocolError):
-        d.deps.counters.add("fail_notices_unheard")
+def _tell(d: DecodeFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
+    telling = tell_failure(d.deps, role, peer, ticket.key, cause, d.settings.tell_s)
+    d.deps.spawn(telling, f"tell-{role}-{ticket.key.room}")

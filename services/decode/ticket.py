@@ -56,7 +56,6 @@ class LiveTicket:
         self.choices = [ChoiceLog() for _ in range(order.sampling.n)]
         self.perform: Callable[[Any], None] = lambda effect: None
         self.deadline = clock.now() + order.remaining_s
-        self.granted_at = clock.now()
         self.filling_at: float | None = None
         self.timings = TicketTimings()
         self._clock = clock

@@ -23,14 +23,14 @@ class RoomQueue:
         self._refused: dict[str, int] = {}
         self.num_waiting = 0
 
-    async def wait(self, demand: Demand, deadline: float) -> Route:
+    async def wait(self, demand: Demand, deadline: float, since: float) -> Route:
         """A route with room. Raises NoWorker at once where waiting cannot help, QueueFull where too many wait, and
-        CapacityError or DeadlineExceeded when it took too long."""
+        CapacityError or DeadlineExceeded when it took too long, counted from `since`, the request's arrival."""
         if not self._turn.locked() and (route := self._choose(demand)) is not None:
             return route
         if self.num_waiting >= self._max_queued:
             raise QueueFull(f"{self.num_waiting} requests are waiting already", retry_after_s=1.0)
-        give_up = self._clock.now() + self._queue_timeout_s
+        give_up = since + self._queue_timeout_s
         self.num_waiting += 1
         try:
             async with asyncio.timeout(max(0.0, min(give_up, deadline) - self._clock.now())):

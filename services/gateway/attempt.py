@@ -30,6 +30,10 @@ class Attempt:
         return self.state.generation
 
     @property
+    def peers(self) -> frozenset[str]:
+        return frozenset() if self.route is None else frozenset(worker.peer for worker in self.route.workers)
+
+    @property
     def done(self) -> bool:
         return all(finished or c in self.stopped for c, finished in enumerate(self.box.finished))
 

@@ -13,7 +13,7 @@ from services.gateway.admission import RoomQueue
 from services.gateway.attempt import Attempt, Order, orders_of
 from services.gateway.generation import GenerationRequest, TokenEvent
 from services.gateway.inbox import Inbox
-from services.gateway.router import Demand, Route
+from services.gateway.router import Demand, Route, pages_wanted
 from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
 from shared.bus.ask import ask
@@ -32,6 +32,7 @@ from shared.runtime.errors import (
     BatonError,
     CapacityError,
     DeadlineExceeded,
+    InvalidRequest,
     PeerLost,
     ProtocolError,
     error_from_code,
@@ -71,6 +72,8 @@ class RequestFlow:
         self._g = g
         self._request = request
         self._deadline = g.deps.clock.now() + request.timeout_s
+        self._begun_at = g.deps.clock.now()
+        self._failed_peers: frozenset[str] = frozenset()
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
         self._path = "pending"
@@ -101,7 +104,9 @@ class RequestFlow:
                 return
             except BatonError as error:
                 attempt.apply(machine.Ended(generation, Cause(error.code, error.message)))
-                failures += not isinstance(error, CapacityError)
+                if not isinstance(error, CapacityError):
+                    failures += 1
+                    self._failed_peers |= attempt.peers
                 if not self._may_retry(attempt, error, failures):
                     raise
                 self._g.deps.counters.add("attempts_retried")
@@ -117,12 +122,18 @@ class RequestFlow:
     async def _wait_for_room(self, attempt: Attempt) -> Route:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
         request = self._request
-        demand = Demand(len(request.prompt), request.sampling.n, request.path, request.strict)
-        route = await self._g.rooms.wait(demand, self._deadline)
+        demand = Demand(
+            prompt_len=len(request.prompt),
+            num_choices=request.sampling.n,
+            max_tokens=request.sampling.max_tokens,
+            path=request.path,
+            strict=request.strict,
+            avoid=self._failed_peers,
+        )
+        route = await self._g.rooms.wait(demand, self._deadline, self._begun_at)
         self._watch.routed()
-        for worker in (route.decode, route.prefill):
-            if worker is not None:
-                self._g.registry.charge(worker.peer, attempt.room, worker.pages_for(demand.prompt_len))
+        for worker in route.workers:
+            self._g.registry.charge(worker.peer, attempt.room, pages_wanted(worker, demand))
         return route
 
     async def _ask_legs(self, attempt: Attempt, route: Route) -> None:
@@ -142,6 +153,7 @@ class RequestFlow:
                 task.cancel()
         if refusal is not None:
             raise refusal
+        self._settle(attempt)
         self._watch.granted()
 
     async def _ask_leg(self, room: int, order: Order) -> BatonError | None:
@@ -154,6 +166,8 @@ class RequestFlow:
         except PeerLost as error:
             registry.drop(peer)
             return error
+        except ValueError:
+            return InvalidRequest("the request is too large to be passed on")
         except (DeadlineExceeded, ProtocolError) as error:
             registry.settle(peer, room, granted=False)
             return error if deadline >= self._deadline else PeerLost(f"{peer} did not answer in time")
@@ -208,7 +222,12 @@ class RequestFlow:
         message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted)
         where = subjects.subject("decode", route.decode.peer, subjects.REPLAY)
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
-        reply = await ask(deps.bus, deps.clock, where, message, ReplayReply, deadline=deadline)
+        try:
+            reply = await ask(deps.bus, deps.clock, where, message, ReplayReply, deadline=deadline)
+        except DeadlineExceeded:
+            if box.events or deps.clock.now() >= self._deadline:
+                return  # the caller looks at both
+            raise PeerLost(f"the decode worker {route.decode.peer} does not answer") from None
         deps.counters.add("replays")
         taken = sum(box.deliver(entry) for entry in reply.entries)
         if reply.status is ReplayStatus.LIVE or box.failure is not None or attempt.done:
@@ -234,9 +253,7 @@ class RequestFlow:
         generation = attempt.generation
         attempt.apply(machine.Ended(generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
-        for worker in (attempt.route.decode, attempt.route.prefill) if attempt.route is not None else ():
-            if worker is not None:  # whatever it answered or would have: its next report counts what it holds
-                self._g.registry.settle(worker.peer, attempt.room, granted=True)
+        self._settle(attempt)
         if attempt.route is None or not attempt.cancel_legs or all(attempt.box.finished):
             return
         order = Cancel(
@@ -245,6 +262,11 @@ class RequestFlow:
         for role, worker in (("prefill", attempt.route.prefill), ("decode", attempt.route.decode)):
             if worker is not None:
                 self._g.deps.spawn(self._tell(role, worker.peer, order), f"cancel-{attempt.room}")
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Whatever the workers answered or would have: their next reports count what they hold."""
+        for peer in attempt.peers:
+            self._g.registry.settle(peer, attempt.room, granted=True)
 
     async def _tell(self, role: str, peer: str, order: Cancel) -> None:
         deps = self._g.deps

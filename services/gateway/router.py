@@ -14,12 +14,15 @@ from shared.runtime.errors import NoWorker
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs: its prompt, its choices, and the path it may take."""
+    """What a request needs: its prompt, its choices, and the path it may take. avoid: peers that failed this request
+    before; they are asked again only where there is no other."""
 
     prompt_len: int
     num_choices: int
     path: PathPolicy
     strict: bool
+    max_tokens: int = 1
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,10 @@ class Route:
 
     decode: Worker
     prefill: Worker | None
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
     @property
     def path(self) -> str:
@@ -66,28 +73,34 @@ class DefaultPolicy:
 
 
 def choose_prefill(demand: Demand, prefills: Sequence[Worker]) -> Worker | None:
-    """The P whose queue is shortest among those with credit for the whole prompt; a P without any load may be asked for
-    a prompt of any size, because only it can say that it never fits."""
-
-    def has_credit(worker: Worker) -> bool:
-        idle = worker.report.pages is not None and worker.free_pages == worker.report.pages.total
-        return idle or worker.free_pages >= worker.pages_for(demand.prompt_len)
-
-    able = [w for w in prefills if has_credit(w)]
+    """The P whose queue is shortest among those with credit for the whole prompt."""
+    able = _able(demand, prefills)
     return min(able, key=lambda w: (_work_ahead(w), -w.free_pages, w.peer), default=None)
 
 
 def choose_decode(demand: Demand, decodes: Sequence[Worker]) -> Worker | None:
-    """The D with most free pages among those with room for the prompt and a page for each choice. Like P, an idle D may
-    be asked for anything."""
-
-    def has_room(worker: Worker) -> bool:
-        idle = worker.report.pages is not None and worker.free_pages == worker.report.pages.total
-        fits = worker.free_pages >= worker.pages_for(demand.prompt_len) + demand.num_choices
-        return idle or (fits and worker.free_slots >= demand.num_choices)
-
-    able = [w for w in decodes if has_room(w)]
+    """The D with most free pages among those with room for the prompt and its choices' first steps."""
+    able = [w for w in _able(demand, decodes) if w.free_slots >= demand.num_choices or w.is_idle]
     return max(able, key=lambda w: (w.free_pages, w.peer), default=None)
+
+
+def pages_wanted(worker: Worker, demand: Demand) -> int:
+    """What the worker will take for this request: its own arithmetic, from the settings it reports."""
+    prompt = worker.pages_for(demand.prompt_len)
+    if worker.report.role == "prefill":
+        return prompt
+    growth = worker.report.settings.get("growth_tokens")
+    steps = min(demand.max_tokens, growth) if isinstance(growth, int) else 1
+    return prompt + demand.num_choices * worker.pages_for(steps)
+
+
+def _able(demand: Demand, workers: Sequence[Worker]) -> list[Worker]:
+    """Those with room now. Where the request could never fit any of them an idle one is asked all the same, because
+    only the worker itself can say so. A worker with preempted requests takes no new ones."""
+    able = [w for w in workers if w.free_pages >= pages_wanted(w, demand) and not w.report.queues.get("preempted")]
+    if not any(w.total_pages >= pages_wanted(w, demand) for w in workers):
+        able = [w for w in workers if w.is_idle]
+    return [w for w in able if w.peer not in demand.avoid] or able
 
 
 def _work_ahead(worker: Worker) -> int:

@@ -106,8 +106,10 @@ class GatewayService(Service):
 
     async def _sweep(self) -> None:
         while True:
+            before = self.clock.now()
             await self.clock.sleep(_SWEEP_S)
-            if self.bus.connected:
+            stood_still = self.clock.now() - before > 4 * _SWEEP_S
+            if self.bus.connected and not stood_still:
                 self.workers.sweep()
-            else:
+            else:  # nobody could be heard, so nobody is to blame
                 self.workers.touch_all()

@@ -5,6 +5,7 @@ publisher; until then the grant stands in the gateway's own ledger.
 """
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 from shared.bus.base import Bus, Message, Subscription
@@ -12,6 +13,9 @@ from shared.protocol import subjects
 from shared.protocol.messages import MalformedMessage, WorkerReport, decode
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
+
+_BURIED = 1024
+"""Replaced incarnations that are remembered, so that a late report of theirs does not bring them back."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,14 @@ class Worker:
         return 0 if pages is None else max(0, pages.free - sum(self.pending.values()))
 
     @property
+    def total_pages(self) -> int:
+        return 0 if self.report.pages is None else self.report.pages.total
+
+    @property
+    def is_idle(self) -> bool:
+        return self.free_pages == self.total_pages
+
+    @property
     def free_slots(self) -> int:
         slots = self.report.slots
         return 1 if slots is None else max(0, slots.free - len(self.pending))
@@ -50,6 +62,7 @@ class WorkerRegistry:
         self._counters = counters
         self._timeout_s = worker_timeout_s
         self._workers: dict[str, Worker] = {}
+        self._buried: deque[str] = deque(maxlen=_BURIED)
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
 
@@ -70,11 +83,14 @@ class WorkerRegistry:
     def observe(self, report: WorkerReport) -> None:
         """Takes a report in. An older one than the newest changes nothing; a new boot id buries the earlier process."""
         known = self._workers.get(report.peer)
+        if report.peer in self._buried:
+            self._counters.add("late_heartbeat")
+            return
         if known is None:
-            for peer in [
-                p for p, w in self._workers.items() if w.report.role == report.role and w.report.id == report.id
-            ]:
+            same = (report.role, report.id)
+            for peer in [p for p, w in self._workers.items() if (w.report.role, w.report.id) == same]:
                 del self._workers[peer]
+                self._buried.append(peer)
             self._workers[report.peer] = Worker(report, self._clock.now())
         elif report.sequence > known.report.sequence:
             known.report = report
@@ -95,7 +111,7 @@ class WorkerRegistry:
             self._wake()
 
     def touch_all(self) -> None:
-        """The bus was away: nobody could be heard, so nobody is to blame."""
+        """The bus was away, or we stood still: silence says nothing."""
         for worker in self._workers.values():
             worker.seen_at = self._clock.now()
 

@@ -66,7 +66,7 @@ class PrefillDesk:
         if (cause := self.tickets.end_of(order)) is not None:
             if cause.code == FINISHED:  # our yes got lost, and all is done meanwhile
                 return Verdict(ok=True)
-            return _no(cause.code if cause.failed else "dead_room", cause.message or "that ticket has ended")
+            return _no(_code(cause), cause.message or "that ticket has ended")
         if self.draining:
             return _no("overloaded", "this worker is draining")
         if order.identity != self.engine.identity:
@@ -104,9 +104,11 @@ class PrefillDesk:
             ticket = self.tickets.addressed(destination)
         if ticket is None:
             if (cause := self.tickets.end_of(destination)) is not None:
-                code = cause.code if cause.failed else "dead_room"
-                return DestinationReply(status=DestinationStatus.DEAD, code=code, message=cause.message)
+                return DestinationReply(status=DestinationStatus.DEAD, code=_code(cause), message=cause.message)
             return DestinationReply(status=DestinationStatus.UNKNOWN)
+        if ticket.state.cause is not None:
+            cause = ticket.state.cause
+            return DestinationReply(status=DestinationStatus.DEAD, code=_code(cause), message=cause.message)
         refusal = self._refusal(destination)
         if refusal is not None:
             cause = Cause("identity_mismatch", refusal, by="prefill")
@@ -176,7 +178,8 @@ class PrefillDesk:
     def end_unstarted(self, reason: str) -> None:
         """The sidecar restarted: what it was sending is lost."""
         for ticket in self.tickets:
-            ticket.apply(machine.Ended(ticket.key.generation, Cause("peer_lost", reason, by="prefill")))
+            if ticket.state.state is not machine.PrefillState.COMMITTING:  # its bytes are confirmed
+                ticket.apply(machine.Ended(ticket.key.generation, Cause("peer_lost", reason, by="prefill")))
 
     def states(self) -> dict[str, int]:
         """How many tickets are in each state."""
@@ -184,6 +187,10 @@ class PrefillDesk:
         for ticket in self.tickets:
             counts[ticket.state.state.value] = counts.get(ticket.state.state.value, 0) + 1
         return counts
+
+
+def _code(cause: Cause) -> str:
+    return cause.code if cause.failed else "dead_room"
 
 
 def _no(code: str, message: str) -> Verdict:

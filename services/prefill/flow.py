@@ -4,6 +4,7 @@ The desk (`desk.py`) has already taken the pages and said yes to the gateway; me
 events of its machine there, or complete what this coroutine waits for.
 """
 
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from services.prefill.ticket import LiveTicket
@@ -18,7 +19,6 @@ from shared.protocol.messages import (
     CommitStatus,
     ComponentDigest,
     Destination,
-    Fail,
     FirstToken,
     PrefillTimings,
     TokenEntry,
@@ -29,6 +29,7 @@ from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError, DeadlineExceeded, EngineError, PeerLost, ProtocolError
 from shared.runtime.scope import until
 from shared.transfer.link import Link
+from shared.worker.notices import tell_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ async def serve_ticket(p: PrefillFlow, ticket: LiveTicket) -> None:
     except BatonError as error:
         ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="prefill")))
     except Exception as error:
-        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", repr(error), by="prefill")))
+        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", type(error).__name__, by="prefill")))
         raise
     finally:
         await _release(p, ticket)
@@ -85,9 +86,9 @@ def perform(p: PrefillFlow, ticket: LiveTicket, effect: object) -> None:
         case machine.Unpin():
             ticket.scope.end()
         case machine.TellDecode(cause=cause):
-            p.deps.spawn(_tell(p, ticket, "decode", ticket.order.decode, cause), f"tell-decode-{ticket.key.room}")
+            _tell(p, ticket, "decode", ticket.order.decode, cause)
         case machine.TellGateway(cause=cause):
-            p.deps.spawn(_tell(p, ticket, "gateway", ticket.order.gateway, cause), f"tell-gateway-{ticket.key.room}")
+            _tell(p, ticket, "gateway", ticket.order.gateway, cause)
 
 
 async def _compute_and_send(
@@ -97,12 +98,13 @@ async def _compute_and_send(
     when they were there. If the first token ends the request, what is not sent yet is not sent."""
     one_token = ticket.order.sampling.max_tokens == 1
     last: tuple[tuple[FirstToken, ...], float] | None = None
-    async for chunk in p.engine.prefill(ticket.key):
-        if chunk.last:
-            last = chunk.first, p.deps.clock.now()
-            p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
-        if chunk.pieces and not one_token and not _all_finished(chunk):
-            await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
+    async with aclosing(p.engine.prefill(ticket.key)) as chunks:
+        async for chunk in chunks:
+            if chunk.last:
+                last = chunk.first, p.deps.clock.now()
+                p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
+            if chunk.pieces and not one_token and not _all_finished(chunk):
+                await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
     if last is None:
         raise EngineError("the engine ended a prompt without a first token")
     return last
@@ -172,26 +174,16 @@ async def _release(p: PrefillFlow, ticket: LiveTicket) -> None:
     """Quarantine: first no reader may be left, then no step; only then are the pages free."""
     stopped = Cause("peer_lost", "the prefill worker is shutting down", by="prefill")
     ticket.apply(machine.Ended(ticket.key.generation, stopped))  # changes nothing where the end is known already
-    await p.link.forget(ticket.key)
-    await p.engine.retire(ticket.key)
+    try:
+        await p.link.forget(ticket.key)
+    finally:
+        await p.engine.retire(ticket.key)
     if not ticket.destination.done():
         ticket.destination.cancel()
     ticket.apply(machine.Quiesced(ticket.key.generation))
     p.deps.changed()
 
 
-async def _tell(p: PrefillFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
-    """Tells the other leg, or the gateway, that the ticket ended and why."""
-    message = Fail(
-        room=ticket.key.room,
-        generation=ticket.key.generation,
-        sender=p.deps.peer,
-        code=cause.code,
-        message=cause.message,
-    )
-    try:
-        deadline = p.deps.clock.now() + p.settings.tell_s
-        where = subjects.subject(role, peer, subjects.FAIL)
-        await ask(p.deps.bus, p.deps.clock, where, message, Verdict, deadline=deadline)
-    except (PeerLost, DeadlineExceeded, ProtocolError):
-        p.deps.counters.add("fail_notices_unheard")
+def _tell(p: PrefillFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
+    telling = tell_failure(p.deps, role, peer, ticket.key, cause, p.settings.tell_s)
+    p.deps.spawn(telling, f"tell-{role}-{ticket.key.room}")

@@ -5,7 +5,7 @@ A *group* is one ticket's share of the engine: one prompt and the n choices that
 from `reserve` until `retire` has returned; a step already dispatched counts as a user of them.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Per component, the physical units of the group's prompt in logical order: the destination of a transfer. Only
         until the group is started."""
 
-    def prefill(self, key: TicketKey) -> AsyncIterator[ChunkDone]:
+    def prefill(self, key: TicketKey) -> AsyncGenerator[ChunkDone, None]:
         """P: computes the prompt chunk by chunk and yields after each; the next chunk computes meanwhile. Ends after
         the last chunk; raises EngineError. Ending the iteration early stops the computation between chunks."""
 

@@ -5,7 +5,7 @@ Steps never overlap. All books are kept on the event loop; the compute thread se
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from shared.engine.api import ChunkDone, EngineStats, StepListener, StepOutput
 from shared.engine.batch import StepPlan
@@ -93,7 +93,7 @@ class BatchEngine:
         pages, slot = tuple(group.trunk_pages), (group.trunk_slot,)
         return tuple(pages if c.index is IndexKind.PAGE else slot for c in self.layout.components)
 
-    async def prefill(self, key: TicketKey) -> AsyncIterator[ChunkDone]:
+    async def prefill(self, key: TicketKey) -> AsyncGenerator[ChunkDone, None]:
         group = self._group(key)
         self._check_open()
         queue: asyncio.Queue[ChunkDone | BatonError] = asyncio.Queue(self._settings.prefill_lead + 2)

@@ -29,6 +29,7 @@ class Runner:
                 self._pool.copy_page(copy.source, copy.target)
             else:
                 self._pool.copy_slot(copy.source, copy.target)
+        self._check_tables(plan.rows)
         logits = self._model.forward(build_batch(plan.rows), self._pool.tensors)
         wanted = [row for row in plan.rows if row.samples]
         if not wanted:
@@ -37,6 +38,13 @@ class Runner:
         spread = logits.repeat_interleave(repeats, dim=0) if int(repeats.max()) > 1 else logits  # [samples, vocab]
         drawn = iter(self._draw(spread, [sample for row in wanted for sample in row.samples]))
         return StepResult(tuple(_all_or_error([next(drawn) for _ in row.samples]) for row in plan.rows))
+
+    def _check_tables(self, rows: tuple[Row, ...]) -> None:
+        """Compiled kernels do not check bounds: a row beyond its own pages would write into somebody else's."""
+        page_tokens = self._pool.layout.page_tokens
+        for row in rows:
+            if row.pages and row.end > len(row.pages) * page_tokens:
+                raise EngineError(f"{row.key}: position {row.end - 1} lies beyond {len(row.pages)} pages")
 
     def _draw(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled | EngineError]:
         """A row that cannot be sampled (a bias that forbids every token, a logit that is NaN) spoils no other."""

@@ -15,7 +15,7 @@ first cause of its end is kept; an event of another generation changes nothing.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shared.machines.stepping import Cause, Event, Outcome, Step, next_state
+from shared.machines.stepping import FINISHED, Cause, Event, Outcome, Step, next_state
 
 
 class DecodeState(Enum):
@@ -163,7 +163,7 @@ def step(ticket: DecodeTicket, event: Event) -> Step[DecodeTicket]:
 def _notices(ticket: DecodeTicket, cause: Cause) -> tuple[TellPrefill | TellGateway, ...]:
     """Failures fan out both ways, but never back to the leg they came from."""
     notices: list[TellPrefill | TellGateway] = []
-    if ticket.remote and not ticket.committed and cause.by != "prefill":
+    if ticket.remote and not ticket.committed and cause.by != "prefill" and cause.code != FINISHED:
         notices.append(TellPrefill(cause))
     if cause.failed and cause.by != "gateway":
         notices.append(TellGateway(cause))

@@ -52,16 +52,6 @@ class Quiesced(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class BeginCompute:
-    """The prompt may enter the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatCommit:
-    """Send the commit record to D until it is answered."""
-
-
-@dataclass(frozen=True, slots=True)
 class Unpin:
     """Forget the ticket at the sidecar and retire the group, then report Quiesced."""
 
@@ -119,23 +109,20 @@ def step(ticket: PrefillTicket, event: Event) -> Step[PrefillTicket]:
         return Step(ticket)
     moved = replace(ticket, state=state)
     match event:
-        case DestinationArrived():
-            return Step(moved, (BeginCompute(),))
-        case AllSent():
-            return Step(moved, (RepeatCommit(),))
         case CommitAnswered():
             return Step(replace(moved, cause=Cause(FINISHED)), (Unpin(),))
         case Ended(cause=cause):
-            return Step(replace(moved, cause=cause), (Unpin(), *_notices(cause)))
+            return Step(replace(moved, cause=cause), (Unpin(), *_notices(ticket, cause)))
         case _:
             return Step(moved)
 
 
-def _notices(cause: Cause) -> tuple[TellDecode | TellGateway, ...]:
-    """Failures fan out both ways, but never back to the leg they came from."""
+def _notices(ticket: PrefillTicket, cause: Cause) -> tuple[TellDecode | TellGateway, ...]:
+    """Failures fan out both ways, but never back to the leg they came from. Once all was sent D has what it needs, and
+    whether the request goes on is for D alone to say."""
     notices: list[TellDecode | TellGateway] = []
     if cause.by != "decode":
         notices.append(TellDecode(cause))
-    if cause.failed and cause.by != "gateway":
+    if cause.failed and cause.by != "gateway" and ticket.state is not PrefillState.COMMITTING:
         notices.append(TellGateway(cause))
     return tuple(notices)

@@ -52,11 +52,6 @@ class Ended(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class AskLegs:
-    """Send reserve and prefill at once."""
-
-
-@dataclass(frozen=True, slots=True)
 class CancelLegs:
     """Tell each leg that may still hold something that the attempt is over."""
 
@@ -99,8 +94,6 @@ def step(attempt: Attempt, event: Event) -> Step[Attempt]:
         return Step(attempt, outcome=outcome)
     moved = replace(attempt, state=state)
     match event:
-        case WorkersChosen():
-            return Step(moved, (AskLegs(),))
         case TokensArrived():
             return Step(replace(moved, retryable=False))
         case AllDone():

@@ -132,9 +132,6 @@ class Destination(TicketMessage):
     geometry: Geometry
     link: LinkAddress
     secret: PackedBytes
-    prefix_len: Annotated[int, Field(ge=0)] = 0
-    wire_formats: tuple[str, ...] = ("raw",)
-    remaining_s: Seconds
 
 
 class DestinationStatus(StrEnum):
@@ -217,7 +214,6 @@ class TokenEntry(TicketMessage):
 class TicketTimings(WireModel):
     """Seconds and bytes of a ticket, as D (and, through the commit, P) saw them."""
 
-    reserve_s: Seconds = 0.0
     queue_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
     transfer_s: Seconds = 0.0

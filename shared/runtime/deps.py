@@ -18,11 +18,13 @@ class Spawn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """peer: how this process is addressed on the bus. changed: publish a fresh report soon."""
+    """peer: how this process is addressed on the bus. spawn_vital: for what the process cannot live without: if it
+    fails the process ends. changed: publish a fresh report soon."""
 
     peer: str
     bus: Bus
     clock: Clock
     spawn: Spawn
+    spawn_vital: Spawn
     changed: Callable[[], None]
     counters: Counters = field(default_factory=Counters)

@@ -96,7 +96,8 @@ class Service:
 
     def deps(self) -> Deps:
         """What the flows of this process are given; valid from `start` on."""
-        return Deps(self.peer, self.bus, self.clock, self.tasks.spawn, self.changed, self.counters)
+        tasks = self.tasks
+        return Deps(self.peer, self.bus, self.clock, tasks.spawn, tasks.spawn_vital, self.changed, self.counters)
 
     def changed(self) -> None:
         """Something in the report changed and should be known soon (within 50 ms)."""

@@ -131,5 +131,8 @@ def _token_content(value: object) -> str | None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"its {path.name} cannot be read: {error}") from error
     return content if isinstance(content, dict) else {}

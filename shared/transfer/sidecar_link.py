@@ -250,6 +250,14 @@ class SidecarLink:
             if self._on_restart is not None:
                 self._on_restart()
 
+    async def run(self) -> None:
+        """Returns when the link is closed, raises what ended the supervision. A vital task of the worker: without
+        supervision a lost sidecar would never come back."""
+        if self._supervisor is not None:
+            await asyncio.wait({self._supervisor})
+            if not self._supervisor.cancelled():
+                self._supervisor.result()
+
     async def _watch(self, child: SidecarProcess) -> None:
         """Returns when `child` is gone; kills it if it hangs."""
         while not child.gone.is_set():

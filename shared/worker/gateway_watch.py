@@ -36,8 +36,12 @@ class GatewayWatch:
             f"{subjects.PREFIX}.gateway.*.{subjects.HEARTBEAT}", self._on_heartbeat
         )
         try:
+            every_s = min(0.5, self._timeout_s / 2)
             while True:
-                await self._clock.sleep(min(0.5, self._timeout_s / 2))
+                before = self._clock.now()
+                await self._clock.sleep(every_s)
+                if self._clock.now() - before > 2 * every_s:  # we stood still and heard nobody
+                    self._heard_at.clear()
                 self.sweep()
         finally:
             await subscription.unsubscribe()

@@ -90,6 +90,7 @@ class WorkerService(Service):
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
         )
         self.link = await SidecarLink.start(options, self._pool.fd, self._pool.layout, self._on_sidecar_restart)
+        self.tasks.spawn_vital(self.link.run(), "sidecar-link")
         self.tasks.spawn_vital(self.engine.run(), "engine")
         deps = self.deps()
         self.desk = self.make_desk(deps, self.engine, self.link)
@@ -114,6 +115,7 @@ class WorkerService(Service):
         report = super().report()
         if self.engine is None or self.desk is None or self.link is None:
             return report.model_copy(update={"model": self.model_name})
+        state = report.state if self.link.pid is not None else "starting"
         stats = self.engine.stats
         counters = {
             "steps": float(stats.steps),
@@ -125,6 +127,7 @@ class WorkerService(Service):
         in_tickets = len(self.desk)
         return report.model_copy(
             update={
+                "state": state,
                 "model": self.model_name,
                 "identity": self.engine.identity,
                 "geometry": self.engine.geometry,
@@ -139,6 +142,8 @@ class WorkerService(Service):
         )
 
     def unhealthy(self) -> str | None:
+        if self.link is not None and self.link.pid is None:
+            return "the sidecar is down"
         if self.engine is not None and self.engine.last_progress_age_s > _STUCK_S:
             return f"no step has finished for {self.engine.last_progress_age_s:.0f} s though work is waiting"
         return None

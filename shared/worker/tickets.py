@@ -60,7 +60,7 @@ class TicketTable(Generic[T]):
 
     def bury(self, message: TicketMessage, cause: Cause) -> None:
         """Remembers the end of a ticket that never lived here, so that it cannot begin later."""
-        if message.room not in self._live:
+        if message.room not in self._live and self.end_of(message) is None:
             self.ended.put(message.room, (message.generation, cause))
 
     def end_of(self, message: TicketMessage) -> Cause | None:

@@ -222,7 +222,7 @@ def run(cluster: MonitoredCluster, all_orders: list[Order], num_solo: int) -> No
         f" {cluster.counter('decode', 'preemptions'):.0f} preemptions,"
         f" {cluster.counter('gateway', 'attempts_retried'):.0f} attempts retried"
     )
-    assert excused <= 2 + num_tokens // 500
+    assert excused <= 1 + num_tokens // 200
     assert differing <= 1 + num_solo // 10
 
 
@@ -245,5 +245,5 @@ def test_two_hundred_requests_of_all_kinds(cluster: MonitoredCluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_thousand_requests_of_all_kinds(cluster: MonitoredCluster) -> None:
-    run(cluster, orders(1000, longest=800), num_solo=40)
+def test_six_hundred_requests_of_all_kinds(cluster: MonitoredCluster) -> None:
+    run(cluster, orders(600, longest=600), num_solo=30)

@@ -98,16 +98,16 @@ class Order:
 
 @dataclass
 class Load:
-    """Sixteen requests of all lengths, greedy and sampled, whole and streamed, all at once."""
+    """Twelve requests of all lengths, greedy and sampled, whole and streamed, all at once."""
 
     cluster: RealCluster
     orders: list[Order] = field(default_factory=list)
 
     def __enter__(self) -> "Load":
-        for number in range(16):
-            temperature = 0.0 if number % 4 < 2 else 0.8
-            asked = Asked(PROMPTS[number // 4], 16 + number, temperature, seed=number, ignore_eos=True)
-            self.orders.append(Order(asked, stream=number % 2 == 0))
+        for number in range(12):
+            temperature = 0.0 if number < 6 else 0.8
+            asked = Asked(PROMPTS[number % 4], 16 + number, temperature, seed=number, ignore_eos=True)
+            self.orders.append(Order(asked, stream=number % 8 < 4))
         self._threads = ThreadPoolExecutor(len(self.orders))
         self._running = [self._threads.submit(order.send, self.cluster.url) for order in self.orders]
         return self
@@ -179,8 +179,8 @@ def wait_whole(cluster: RealCluster, name: str = "", other_than: int = 0) -> Rep
 
 
 def check_serves(cluster: RealCluster, files: Files) -> None:
-    """Eight requests by the whole path, so that every worker gets some; then nothing is left of anything: no page, slot,
-    ticket or letterbox, and in the processes that lived on no open file."""
+    """Eight requests by the whole path, so that every worker gets some; then nothing is left of anything: no page, no
+    slot, ticket or letterbox, and in the processes that lived on no open file."""
     with ThreadPoolExecutor(8) as threads:
         bodies = [body_of(prompt=list(PROMPTS[1]), max_tokens=2, baton={"path": "remote", "strict": True})] * 8
         answers = list(threads.map(lambda body: httpx.post(cluster.url + COMPLETIONS, json=body, timeout=60.0), bodies))
@@ -189,14 +189,15 @@ def check_serves(cluster: RealCluster, files: Files) -> None:
     poll(lambda: not more_files(cluster, files), lambda: f"{more_files(cluster, files)}", 15.0)
 
 
-def tickets_of(cluster: RealCluster, name: str) -> int:
-    report = cluster.worker(name)
-    return 0 if report is None else sum(report["tickets"].values())
-
-
 def wait_until_busy(cluster: RealCluster, name: str) -> None:
-    worker = name.removesuffix("-sidecar")
-    poll(lambda: tickets_of(cluster, worker), f"{name} gets nothing to do", DEADLINE_S)
+    """Until the worker, or the one this sidecar belongs to, has work in hand; D itself: three requests that decode."""
+
+    def is_busy() -> bool:
+        report = cluster.worker(name.removesuffix("-sidecar"))
+        tickets: dict[str, int] = {} if report is None else report["tickets"]
+        return tickets.get("started", 0) >= 3 if name in ("decode-0", "decode-1") else any(tickets.values())
+
+    poll(is_busy, f"{name} gets nothing to do", DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "prefill-1-sidecar", "decode-1-sidecar"])
@@ -205,14 +206,12 @@ def test_killed_and_started_again(cluster: RealCluster, name: str, files: Files)
     assert before is not None
     with Load(cluster) as load:
         wait_until_busy(cluster, name)
-        if name.startswith("decode"):
-            load.wait_for_tokens(8)
         pid = cluster.kill(name)
     after = wait_whole(cluster, name, other_than=pid)
     assert after is not None
     assert after["boot_id"] != before["boot_id"]
     outcomes = load.check()
-    assert outcomes["right answer"] >= 8, outcomes
+    assert outcomes["right answer"] >= 4, outcomes
     for order in load.orders:
         if order.stream and order.outcome != "right answer":
             assert order.num_tokens, "what had no token yet is tried again elsewhere"
@@ -230,11 +229,11 @@ def test_the_gateway_is_killed(cluster: RealCluster, files: Files) -> None:
     assert after is not None
     assert after["boot_id"] != before["boot_id"]
     outcomes = load.check(may_break=True)
-    assert outcomes["connection lost"] >= 8, outcomes
+    assert outcomes["connection lost"] >= 6, outcomes
     check_serves(cluster, files)
 
 
-@pytest.mark.parametrize("away_s", [0.0, 2.5])
+@pytest.mark.parametrize("away_s", [2.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_nats_is_killed(cluster: RealCluster, files: Files, away_s: float) -> None:
     """It comes back on its port, and all processes with it; nobody takes a worker for lost meanwhile."""
     boots = {worker["id"]: worker["boot_id"] for worker in cluster.workers()}
@@ -249,12 +248,19 @@ def test_nats_is_killed(cluster: RealCluster, files: Files, away_s: float) -> No
             launcher.resume()
     wait_whole(cluster)
     outcomes = load.check()
-    assert outcomes["right answer"] >= 12, outcomes
+    assert outcomes["right answer"] >= 9, outcomes
     check_serves(cluster, files)
     assert {worker["id"]: worker["boot_id"] for worker in cluster.workers()} == boots
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-1", "nats-server"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefill-0",
+        pytest.param("decode-1", marks=pytest.mark.slow),
+        pytest.param("nats-server", marks=pytest.mark.slow),
+    ],
+)
 def test_frozen_for_a_while(cluster: RealCluster, name: str, files: Files) -> None:
     """Longer than a worker may be silent. What waits for it goes elsewhere or ends; woken, it lets go of all that was
     taken from it."""

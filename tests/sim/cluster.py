@@ -54,7 +54,15 @@ class Process:
         self.bus: MemoryBus = cluster.hub.client(name)
         self.tasks = TaskOwner(lambda task: cluster.task_failures.append(f"{name}/{task}"))
         self.heart = Heartbeat(self.bus, self.clock, self.report, 0.5)
-        self.deps = Deps(self.peer, self.bus, self.clock, self.tasks.spawn, self.heart.changed, self.counters)
+        self.deps = Deps(
+            self.peer,
+            self.bus,
+            self.clock,
+            self.tasks.spawn,
+            self.tasks.spawn_vital,
+            self.heart.changed,
+            self.counters,
+        )
         self.alive = False
 
     async def boot(self) -> None:

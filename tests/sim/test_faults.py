@@ -4,12 +4,15 @@ and nothing is left behind."""
 import asyncio
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
 from shared.bus.memory import Envelope
+from shared.machines import prefill as prefill_machine
+from shared.machines.stepping import Cause
 from shared.protocol import subjects
-from shared.runtime.errors import BatonError, Corrupt, PeerLost
+from shared.runtime.errors import BatonError, Corrupt, PeerLost, TransferRefused
 from shared.transfer.fake import Mishap
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.test_flows import oracle, oracles
@@ -183,5 +186,110 @@ def test_a_cancel_that_overtakes_its_request_leaves_a_tombstone() -> None:
             assert all(w.is_empty for w in cluster.workers)
             assert cluster.decodes[0].counters["tickets_granted"] == 0
             assert cluster.prefills[0].counters["tickets_accepted"] == 0
+
+    run_virtual(scenario())
+
+
+def test_a_frozen_decode_worker_is_left_for_another() -> None:
+    """It beats, grants, and never says anything again: that is not the client's deadline."""
+
+    async def scenario() -> None:
+        prompt = prompt_of(13)
+        async with Cluster(decodes=2) as cluster:
+            frozen: list[str] = []
+
+            def policy(envelope: Envelope) -> Iterable[float]:
+                if verb_of(envelope) == subjects.RESERVE and envelope.kind == "reply" and not frozen:
+                    frozen.append(envelope.sender)
+                beats = verb_of(envelope) in (subjects.HEARTBEAT, subjects.RESERVE)
+                is_frozen = bool(frozen) and frozen[0] in (envelope.sender, envelope.receiver)
+                return () if is_frozen and not beats else (0.0,)
+
+            cluster.hub.policy = lambda envelope: tuple(policy(envelope))
+            answer = await cluster.ask(prompt, timeout_s=60, **SAMPLING)
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **SAMPLING)
+            assert answer.timings["attempts"] == 2
+
+    run_virtual(scenario())
+
+
+def test_a_worker_that_always_says_no_does_not_hold_a_request_beyond_the_queue_time_out() -> None:
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            cluster.decodes[0].desk.draining = True
+            began = asyncio.get_running_loop().time()
+            answer = await cluster.ask(prompt_of(5), timeout_s=300)
+            assert answer.error is not None
+            assert answer.error.http_status == 503
+            assert 29 < asyncio.get_running_loop().time() - began < 32
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_broken_worker_does_not_attract_everything() -> None:
+    async def scenario() -> None:
+        async with Cluster(decodes=2) as cluster:
+            broken = cluster.decodes[0]
+
+            async def refuse(*_: object) -> None:
+                raise PeerLost("the sidecar is down")
+
+            broken.link.open = refuse  # type: ignore[method-assign]
+            answers = [await cluster.ask(prompt_of(9, seed=i), **SAMPLING) for i in range(6)]
+            assert [a.error for a in answers] == [None] * 6
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_what_prefill_says_after_the_hand_over_changes_nothing() -> None:
+    """D runs, its answer to the commit got lost, and P gives up: P has no part in the request any more."""
+
+    async def scenario() -> None:
+        prompt = prompt_of(13)
+        lost = first_of(subjects.COMMIT, "reply", ())
+        async with Cluster(policy=lost) as cluster:
+            sampling = SAMPLING | {"max_tokens": 80}
+            asking = asyncio.get_running_loop().create_task(cluster.ask(prompt, **sampling))
+            while cluster.decodes[0].desk.states() != {"started": 1}:
+                await asyncio.sleep(0.005)
+            cluster.prefills[0].desk.end_unstarted("the sidecar restarted")
+            for ticket in cluster.prefills[0].desk.tickets:
+                cause = Cause("transfer_failed", "gave up", by="prefill")
+                ticket.apply(prefill_machine.Ended(ticket.key.generation, cause))
+            answer = await asking
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **sampling)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_the_door_is_shut_once_decode_has_taken_over() -> None:
+    """A late writer with the ticket's own secret is turned away: from the commit on only the engine writes."""
+
+    async def scenario() -> None:
+        prompt = prompt_of(13)
+        async with Cluster() as cluster:
+            prefill, decode = cluster.prefills[0], cluster.decodes[0]
+            sent: list[tuple[Any, ...]] = []
+            send = prefill.link.send
+
+            async def remember(*args: Any) -> None:
+                sent.append(args)
+                await send(*args)
+
+            prefill.link.send = remember  # type: ignore[method-assign]
+            sampling = SAMPLING | {"max_tokens": 80}
+            asking = asyncio.get_running_loop().create_task(cluster.ask(prompt, **sampling))
+            while decode.desk.states() != {"started": 1}:
+                await asyncio.sleep(0.005)
+            with pytest.raises(TransferRefused):
+                await send(*sent[-1])
+            answer = await asking
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **sampling)
 
     run_virtual(scenario())

@@ -15,6 +15,8 @@ from shared.runtime.errors import ModelNotFound
 from shared.runtime.ids import new_seed
 
 SMALLEST_TOP_P = 1e-6
+MAX_BIASES = 1024
+"""More would not fit a control message together with a long prompt."""
 """top_p 0 means the best token alone; the engine's top_p must be positive."""
 
 
@@ -170,8 +172,10 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def _biases(items: Iterable[tuple[str, float]], vocab_size: int) -> Iterable[tuple[int, float]]:
-    seen = set()
+    seen: set[int] = set()
     for key, bias in items:
+        if len(seen) == MAX_BIASES:
+            raise invalid(f"At most {MAX_BIASES} tokens may be named.", "logit_bias")
         plain = key.isascii() and key.isdecimal() and len(key) <= 10
         if not plain or int(key) >= vocab_size:
             raise invalid(f"'{shown(key)}' is not a token id of this model.", f"logit_bias.{shown(key)}")

@@ -51,11 +51,6 @@ def plan_dense_gguf(
     if fields.get("expert_count", 0):
         raise InvalidModel(f"{file} is a mixture of experts, which is not supported for {architecture!r}")
     heads, hidden = fields.need("attention.head_count"), fields.need("embedding_length")
-    head_dim = head_dim_of(file, fields.get("attention.key_length"), hidden, heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.get(key, head_dim) != head_dim:
-            raise InvalidModel(f"{file}: {architecture}.{key} = {fields.get(key)} with heads of {head_dim} "
-                               "is not supported")  # fmt: skip
     max_len = whole_number(file, f"{architecture}.context_length", fields.need("context_length"), 1)
     refuse_window(file, fields.get("attention.sliding_window") or None, max_len)
     numbers = check_numbers(
@@ -66,7 +61,7 @@ def plan_dense_gguf(
         intermediate_size=fields.need("feed_forward_length"),
         num_heads=heads,
         num_kv_heads=fields.get("attention.head_count_kv", heads),
-        head_dim=head_dim,
+        head_dim=fields.head_dim(hidden, heads),
         norm_eps=_shortest(fields.need("attention.layer_norm_rms_epsilon")),
         rope_base=_shortest(fields.get("rope.freq_base", DEFAULT_BASE)),
         tied=GGUF_NAMES.lm_head not in file.names,
@@ -83,9 +78,7 @@ def plan_dense_gguf(
         architecture=architecture,
         vocab_size=vocab_size,
         max_model_len=max(max_len, rope.reach),
-        eos_token_ids=tuple(
-            sorted({whole_number(file, key, file.fields[key]) for key in _EOS_KEYS if key in file.fields})
-        ),
+        eos_token_ids=_eos_token_ids(file),
         bos_token_id=optional_number(file, _BOS_KEY, file.fields.get(_BOS_KEY)),
         numbers=numbers.model_dump(exclude_defaults=True),
         tensors=plan_dense(
@@ -116,6 +109,14 @@ class _Fields:
             raise InvalidModel(f"{self._file} does not say {self._architecture}.{key}")
         return value
 
+    def head_dim(self, hidden: Any, heads: Any) -> Any:
+        dim = head_dim_of(self._file, self.get("attention.key_length"), hidden, heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.get(key, dim) != dim:
+                named = f"{self._architecture}.{key} = {self.get(key)} with heads of {dim}"
+                raise InvalidModel(f"{self._file}: {named} is not supported")
+        return dim
+
     def rope_settings(self) -> Mapping[str, Any]:
         """As a config.json would say it. A factor without a kind means linear, as for llama.cpp."""
         factor = self.get("rope.scaling.factor") or self.get("rope.scale_linear")
@@ -133,6 +134,10 @@ class _Fields:
             if self.get(f"rope.scaling.{key}", neutral) != neutral:
                 raise InvalidModel(f"{self._file}: {self._architecture}.rope.scaling.{key} is not supported")
         return settings
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    return tuple(sorted({whole_number(file, key, file.fields[key]) for key in _EOS_KEYS if key in file.fields}))
 
 
 def _with_factors(file: GgufFile, rope: Rope) -> tuple[np.ndarray, frozenset[str]]:

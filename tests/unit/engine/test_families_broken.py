@@ -92,10 +92,15 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
         prepare("toy", tmp_path)
 
 
-def test_an_empty_tokenizer_or_config_is_named(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_or_config_is_named(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", tiny_weights())
-    for name, content in (("tokenizer_config.json", "{"), ("tokenizer.json", json.dumps({"model": 1}))):
+    for name, content, sentence in (
+        ("tokenizer_config.json", "{", r"its tokenizer_config\.json cannot be read"),
+        ("tokenizer.json", json.dumps({"model": 1}), "its tokenizer cannot be read"),
+        ("config.json", "", r"config\.json cannot be read"),
+    ):
         (source / name).write_text(content)
-        with pytest.raises(InvalidModel, match=str(source)) as caught:
+        with pytest.raises(InvalidModel, match=sentence) as caught:
             prepare(str(source), tmp_path)
+        assert str(source) in str(caught.value)
         assert "\n" not in str(caught.value)

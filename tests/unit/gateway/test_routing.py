@@ -1,6 +1,7 @@
 """Which workers are chosen, from reports alone; and that the gateway's own ledger stands in until a report counts."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,35 @@ def test_an_idle_worker_may_be_asked_for_what_can_never_fit() -> None:
     assert choose(giant, [worker("prefill", "p0", 99)], [worker("decode", "d0")]) is None
 
 
+def test_a_prompt_goes_to_the_pool_it_fits_even_if_a_smaller_one_is_idle() -> None:
+    big = Demand(prompt_len=1000, num_choices=1, path="auto", strict=False)
+    small = worker("prefill", "p0", 50, pages=Pages(total=50, free=50))
+    large = worker("prefill", "p1", 70, tickets={"computing": 3})
+    route = choose(big, [small, large], [worker("decode", "d0")])
+    assert route is not None
+    assert route.prefill is large
+
+
+def test_decode_workers_are_asked_by_their_own_arithmetic() -> None:
+    """D takes growth_tokens a choice beyond the prompt, and nothing at all while it has preempted requests."""
+    tight = worker("decode", "d0", 25, settings={"growth_tokens": 256})
+    assert choose(replace(AUTO, max_tokens=1000), [worker("prefill", "p0")], [tight]) is None
+    assert choose(replace(AUTO, max_tokens=16), [worker("prefill", "p0")], [tight]) is not None
+    stuck = worker("decode", "d0", 90, queues={"preempted": 1})
+    assert choose(AUTO, [worker("prefill", "p0")], [stuck]) is None
+
+
+def test_workers_that_failed_this_request_come_last() -> None:
+    decodes = [worker("decode", "d0", 90), worker("decode", "d1", 80)]
+    wary = replace(AUTO, avoid=frozenset({decodes[0].peer}))
+    route = choose(wary, [worker("prefill", "p0")], decodes)
+    assert route is not None
+    assert route.decode is decodes[1]
+    route = choose(wary, [worker("prefill", "p0")], decodes[:1])
+    assert route is not None
+    assert route.decode is decodes[0]
+
+
 def test_a_refusal_counts_until_the_next_report() -> None:
     prefill, decode = worker("prefill", "p0"), worker("decode", "d0")
     assert choose(AUTO, [prefill], [decode], {decode.peer}) is None
@@ -128,6 +158,8 @@ async def test_late_reports_and_earlier_boots_change_nothing() -> None:
     known.observe(report("decode", "d0", 70, boot="b1"))
     assert [w.peer for w in known.ready("decode")] == ["d0-b1"]
     assert not known.is_alive("d0-b0")
+    known.observe(report("decode", "d0", 99, sequence=9))
+    assert [w.peer for w in known.ready("decode")] == ["d0-b1"], "a late report of the old boot brings nothing back"
 
 
 async def test_silence_is_noticed_by_time_alone() -> None:
@@ -150,10 +182,10 @@ async def test_the_queue_is_bounded_in_length_and_time() -> None:
     rooms = queue(known, queue_timeout_s=0.2)
     far = asyncio.get_running_loop().time() + 60
     async with asyncio.TaskGroup() as clients:
-        waiting = [clients.create_task(expect(CapacityError, rooms.wait(AUTO, far))) for _ in range(2)]
+        waiting = [clients.create_task(expect(CapacityError, rooms.wait(AUTO, far, far - 60))) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert rooms.num_waiting == 2
-        await expect(QueueFull, rooms.wait(AUTO, far))
+        await expect(QueueFull, rooms.wait(AUTO, far, far - 60))
     assert [w.result() for w in waiting] == ["overloaded", "overloaded"]
     assert rooms.num_waiting == 0
 
@@ -167,7 +199,7 @@ async def test_who_waits_first_is_served_first() -> None:
     served: list[int] = []
 
     async def client(number: int) -> None:
-        route = await rooms.wait(AUTO, far)
+        route = await rooms.wait(AUTO, far, far - 60)
         served.append(number)
         assert route.prefill is not None
         known.charge(route.prefill.peer, number + 1, 10)

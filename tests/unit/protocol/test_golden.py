@@ -120,9 +120,6 @@ SAMPLES: dict[str, WireModel] = {
         geometry=GEOMETRY,
         link=LINK,
         secret=bytes(range(16)),
-        prefix_len=32,
-        wire_formats=("raw", "fp8"),
-        remaining_s=29.0,
     ),
     "destination_reply": DestinationReply(status=DestinationStatus.ACCEPTED),
     "destination_reply_refused": DestinationReply(
@@ -150,7 +147,6 @@ SAMPLES: dict[str, WireModel] = {
             (
                 ROOM,
                 TicketTimings(
-                    reserve_s=0.001,
                     queue_s=0.002,
                     prefill_s=0.25,
                     transfer_s=0.002,
