@@ -229,16 +229,27 @@ def test_a_worker_that_always_says_no_does_not_hold_a_request_beyond_the_queue_t
 
 
 def test_a_broken_worker_does_not_attract_everything() -> None:
+    """It fails its tickets at once, so it always has the most room: what failed on it goes elsewhere."""
+
     async def scenario() -> None:
         async with Cluster(decodes=2) as cluster:
-            broken = cluster.decodes[1]  # the one that is chosen where all else is equal
+            good, broken = cluster.decodes
+            broken.desk.draining = True
+            load = cluster.ask(prompt_of(60), max_tokens=150, ignore_eos=True, path="local")
+            busy = asyncio.get_running_loop().create_task(load)
+            while not len(good.desk):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            broken.desk.draining = False
 
             async def refuse(*_: object) -> None:
                 raise PeerLost("the sidecar is down")
 
             broken.link.open = refuse  # type: ignore[method-assign]
+            await asyncio.sleep(0.6)
             answers = [await cluster.ask(prompt_of(9, seed=i), **SAMPLING) for i in range(6)]
             assert [a.error for a in answers] == [None] * 6
+            assert max(a.timings["attempts"] for a in answers) == 2
+            assert (await busy).error is None
             await cluster.settle()
 
     run_virtual(scenario())
