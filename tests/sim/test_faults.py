@@ -237,7 +237,7 @@ def test_a_broken_worker_does_not_attract_everything() -> None:
             broken.desk.draining = True
             load = cluster.ask(prompt_of(60), max_tokens=150, ignore_eos=True, path="local")
             busy = asyncio.get_running_loop().create_task(load)
-            while not len(good.desk):  # noqa: ASYNC110
+            while not len(good.desk):
                 await asyncio.sleep(0.01)
             broken.desk.draining = False
 
