@@ -233,7 +233,7 @@ def odd_value(rng: random.Random, depth: int = 0) -> Any:
 async def test_random_bodies_never_fail_the_server(gateway: Any) -> None:
     rng = random.Random(20240607)
     statuses = set()
-    for number in range(400):
+    for number in range(2000):
         path, base = rng.choice([("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
         body: Any = dict(base)
         for _ in range(rng.randrange(1, 4)):
