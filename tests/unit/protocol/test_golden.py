@@ -191,7 +191,8 @@ SAMPLES: dict[str, WireModel] = {
 def kinds_of_message(base: type[WireModel] = WireModel) -> list[type[WireModel]]:
     found = [base] if "kind" in base.model_fields else []
     for sub in base.__subclasses__():
-        found += kinds_of_message(sub)
+        if sub.__module__ == WireModel.__module__:  # a sidecar's control messages are not on the bus
+            found += kinds_of_message(sub)
     return found
 
 

@@ -42,7 +42,8 @@ JSON = st.recursive(
 def kinds_by_name(base: type[WireModel] = WireModel) -> dict[str, type[WireModel]]:
     found = {base.model_fields["kind"].default: base} if "kind" in base.model_fields else {}
     for sub in base.__subclasses__():
-        found |= kinds_by_name(sub)
+        if sub.__module__ == WireModel.__module__:  # a sidecar's control messages are not on the bus
+            found |= kinds_by_name(sub)
     return found
 
 
