@@ -210,7 +210,7 @@ class RequestFlow:
             return
         if not registry.is_alive(route.decode.peer):
             raise PeerLost(f"the decode worker {route.decode.peer} is gone")
-        waiting_for_prefill = not any(attempt.box.expected)
+        waiting_for_prefill = route.decode.peer not in attempt.box.senders  # D has not taken over yet
         if waiting_for_prefill and route.prefill is not None and not registry.is_alive(route.prefill.peer):
             raise PeerLost(f"the prefill worker {route.prefill.peer} is gone")
         await self._replay(attempt, route)
@@ -225,8 +225,9 @@ class RequestFlow:
         try:
             reply = await ask(deps.bus, deps.clock, where, message, ReplayReply, deadline=deadline)
         except DeadlineExceeded:
-            if box.events or deps.clock.now() >= self._deadline:
-                return  # the caller looks at both
+            deaf = deps.clock.now() - self._g.registry.deaf_at < self._g.settings.grant_s
+            if deaf or box.events or deps.clock.now() >= self._deadline:
+                return  # the caller looks at what came and at the time, and asks again
             raise PeerLost(f"the decode worker {route.decode.peer} does not answer") from None
         deps.counters.add("replays")
         taken = sum(box.deliver(entry) for entry in reply.entries)

@@ -16,7 +16,7 @@ from shared.runtime.counters import Counters
 @dataclass(slots=True)
 class Letterbox:
     """What arrived for one attempt and was not taken yet. expected: the next index of each choice. gap: a choice has a
-    hole that only a replay can fill. failure: the first cause a leg reported."""
+    hole that only a replay can fill. failure: the first cause a leg reported. senders: who has sent tokens."""
 
     generation: int
     expected: list[int]
@@ -25,6 +25,7 @@ class Letterbox:
     gap: bool = False
     failure: Cause | None = None
     timings: TicketTimings | None = None
+    senders: set[str] = field(default_factory=set)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, entry: TokenEntry) -> int:
@@ -92,7 +93,9 @@ class Inbox:
             box = self._box(entry.room, entry.generation)
             if box is None:
                 self._counters.add("late_tokens")
-            elif box.deliver(entry) < len(entry.tokens):
+                continue
+            box.senders.add(message.sender)
+            if box.deliver(entry) < len(entry.tokens):
                 self._counters.add("repeated_tokens")
         for room, timings in message.timings:
             box = self._boxes.get(room)

@@ -24,8 +24,6 @@ from shared.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 0.25
-
 
 class GatewayService(Service):
     role = "gateway"
@@ -53,7 +51,7 @@ class GatewayService(Service):
         await listen(self.bus, "gateway", self.peer, subjects.TOKENS, Tokens, self.inbox.on_tokens, self.counters)
         await listen(self.bus, "gateway", self.peer, subjects.FAIL, Fail, self.inbox.on_fail, self.counters)
         await self.workers.start(self.bus)
-        self.tasks.spawn_vital(self._sweep(), "worker-sweep")
+        self.tasks.spawn_vital(self.workers.watch(self.bus, self.peer), "worker-watch")
         deps = GatewayDeps(
             generator=GatewayFlow(self.deps(), self.workers, self.inbox, self.rooms),
             text=text,
@@ -103,13 +101,3 @@ class GatewayService(Service):
                 for worker in self.workers.all()
             ]
         }
-
-    async def _sweep(self) -> None:
-        while True:
-            before = self.clock.now()
-            await self.clock.sleep(_SWEEP_S)
-            stood_still = self.clock.now() - before > 4 * _SWEEP_S
-            if self.bus.connected and not stood_still:
-                self.workers.sweep()
-            else:  # nobody could be heard, so nobody is to blame
-                self.workers.touch_all()

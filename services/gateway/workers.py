@@ -14,6 +14,7 @@ from shared.protocol.messages import MalformedMessage, WorkerReport, decode
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
 
+_SWEEP_S = 0.25
 _BURIED = 1024
 """Replaced incarnations that are remembered, so that a late report of theirs does not bring them back."""
 
@@ -62,6 +63,8 @@ class WorkerRegistry:
         self._counters = counters
         self._timeout_s = worker_timeout_s
         self._workers: dict[str, Worker] = {}
+        self.deaf_at = float("-inf")
+        """When nobody could be heard last: what was not answered around then says nothing about a worker."""
         self._buried: deque[str] = deque(maxlen=_BURIED)
         self._changed = asyncio.Event()
         self._subscription: Subscription | None = None
@@ -100,6 +103,21 @@ class WorkerRegistry:
             known.granted.clear()
         self._wake()
 
+    async def watch(self, bus: Bus, me: str) -> None:
+        """Sweeps until cancelled, by time and not by traffic. `me`: this gateway, whose own heartbeats come round by
+        the bus as well: while they do not, nobody could be heard, and nobody is to blame."""
+        while True:
+            before = self._clock.now()
+            await self._clock.sleep(_SWEEP_S)
+            now = self._clock.now()
+            own = self._workers.get(me)
+            deaf = not bus.connected or (own is not None and now - own.seen_at > self._timeout_s / 2)
+            if deaf or now - before > 4 * _SWEEP_S:
+                self.deaf_at = now
+                self.touch_all(but=me)
+            else:
+                self.sweep()
+
     def sweep(self) -> None:
         """Forgets what has been silent for too long. Driven by a timer, not by traffic."""
         oldest = self._clock.now() - self._timeout_s
@@ -110,10 +128,11 @@ class WorkerRegistry:
         if lost:
             self._wake()
 
-    def touch_all(self) -> None:
+    def touch_all(self, but: str = "") -> None:
         """The bus was away, or we stood still: silence says nothing."""
-        for worker in self._workers.values():
-            worker.seen_at = self._clock.now()
+        for peer, worker in self._workers.items():
+            if peer != but:
+                worker.seen_at = self._clock.now()
 
     def drop(self, peer: str) -> None:
         """The bus says that nobody listens there."""

@@ -11,8 +11,8 @@ from shared.runtime.clock import Clock
 class GatewayWatch:
     """in_use: the gateways of live tickets. on_lost: called once for a gateway that was silent for `timeout_s`.
 
-    A gateway is watched from the first sweep that finds it in use, heard or not. Silence while the bus is away counts
-    for nothing.
+    A gateway is watched from the first sweep that finds it in use, heard or not. Silence counts only while others are
+    heard: all heartbeats come in here, our own as well.
     """
 
     def __init__(
@@ -29,18 +29,19 @@ class GatewayWatch:
         self._on_lost = on_lost
         self._timeout_s = timeout_s
         self._heard_at: dict[str, float] = {}
+        self._anybody_at = 0.0
 
     async def run(self) -> None:
         """Sweeps until cancelled, by time and not by traffic."""
-        subscription: Subscription = await self._bus.subscribe(
-            f"{subjects.PREFIX}.gateway.*.{subjects.HEARTBEAT}", self._on_heartbeat
-        )
+        subscription: Subscription = await self._bus.subscribe(subjects.all_heartbeats(), self._on_heartbeat)
         try:
             every_s = min(0.5, self._timeout_s / 2)
             while True:
                 before = self._clock.now()
                 await self._clock.sleep(every_s)
-                if self._clock.now() - before > 2 * every_s:  # we stood still and heard nobody
+                now = self._clock.now()
+                stood_still = now - before > 2 * every_s
+                if stood_still or now - self._anybody_at > self._timeout_s / 2:  # whom could we have heard?
                     self._heard_at.clear()
                 self.sweep()
         finally:
@@ -63,5 +64,6 @@ class GatewayWatch:
             report = decode(WorkerReport, message.data)
         except MalformedMessage:
             return
+        self._anybody_at = self._clock.now()
         if report.peer in self._heard_at:
             self._heard_at[report.peer] = self._clock.now()

@@ -148,12 +148,7 @@ class Gateway(Process):
         await listen(self.bus, "gateway", self.peer, subjects.TOKENS, Tokens, self.inbox.on_tokens, self.counters)
         await listen(self.bus, "gateway", self.peer, subjects.FAIL, Fail, self.inbox.on_fail, self.counters)
         await self.registry.start(self.bus)
-        self.tasks.spawn_vital(self._sweep(), "worker-sweep")
-
-    async def _sweep(self) -> None:
-        while True:
-            await self.clock.sleep(0.25)
-            self.registry.sweep()
+        self.tasks.spawn_vital(self.registry.watch(self.bus, self.peer), "worker-watch")
 
 
 @dataclass

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from services.gateway.generation import GenerationRequest
 from shared.bus.memory import Envelope
 from shared.machines import prefill as prefill_machine
 from shared.machines.stepping import Cause
 from shared.protocol import subjects
+from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import BatonError, Corrupt, PeerLost, TransferRefused
 from shared.transfer.fake import Mishap
 from tests.sim.cluster import Cluster, prompt_of
@@ -302,5 +304,54 @@ def test_the_door_is_shut_once_decode_has_taken_over() -> None:
             answer = await asking
             assert answer.error is None
             assert answer.tokens == await oracle(prompt, **sampling)
+
+    run_virtual(scenario())
+
+
+def test_a_bus_that_stands_still_is_not_a_dead_cluster() -> None:
+    """NATS freezes for seconds without closing a connection: streams pause and go on."""
+
+    async def scenario() -> None:
+        frozen = False
+
+        def policy(envelope: Envelope) -> Iterable[float]:
+            return () if frozen else (0.0,)
+
+        prompt = prompt_of(13)
+        sampling = SAMPLING | {"max_tokens": 100}
+        async with Cluster(prefills=2, decodes=2, policy=policy) as cluster:
+            asking = asyncio.get_running_loop().create_task(cluster.ask(prompt, timeout_s=60, **sampling))
+            await asyncio.sleep(0.3)
+            frozen = True
+            await asyncio.sleep(6)
+            frozen = False
+            answer = await asking
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **sampling)
+            assert cluster.gateway.counters["workers_lost"] == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_prefill_worker_that_freezes_between_token_0_and_the_commit_is_noticed_in_seconds() -> None:
+    async def scenario() -> None:
+        def policy(envelope: Envelope) -> Iterable[float]:
+            silent = verb_of(envelope) in (subjects.COMMIT, subjects.HEARTBEAT) and first_token_seen
+            return () if silent and "prefill-0" in (envelope.sender, envelope.receiver) else (0.0,)
+
+        first_token_seen = False
+        async with Cluster(policy=policy) as cluster:
+            generation = cluster.gateway.flow.generate(
+                GenerationRequest("req-sim", prompt_of(13), SamplingSpec(max_tokens=50, ignore_eos=True), timeout_s=300)
+            )
+            first_token_seen = True
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(PeerLost, match="prefill"):
+                async for _ in generation:
+                    pass
+            assert asyncio.get_running_loop().time() - began < 6
+            await generation.aclose()
+            await cluster.settle()
 
     run_virtual(scenario())
