@@ -2,16 +2,12 @@
 
 import asyncio
 import secrets
-from dataclasses import dataclass, field
 
 from services.decode import flow
 from services.decode.loop import TokenOutbox
-from services.decode.ticket import LiveTicket
-from shared.bus.base import Subscription
-from shared.bus.listen import listen
+from services.decode.ticket import DecodeTicket
 from shared.engine.api import Engine
-from shared.machines import decode as machine
-from shared.machines.stepping import CANCELLED, FINISHED, Cause
+from shared.machines.stepping import FINISHED
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Cancel,
@@ -25,87 +21,57 @@ from shared.protocol.messages import (
     Reserve,
     TokenEntry,
     Verdict,
+    WireModel,
 )
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError
 from shared.runtime.tombstones import Tombstones
-from shared.transfer.link import Link, TicketKey
-from shared.worker.tickets import TicketTable
+from shared.transfer.link import Link
+from shared.worker.desk import Handler, WorkerDesk
 
 _SECRET_BYTES = 32
 _COMMIT_ANSWER_S = 0.4
-_RETRY_AFTER_S = 1.0
 _REPLAY_TOKENS = 1024
 """Tokens in one answer: with logprobs more would not fit a message. The gateway asks again."""
 
 
-@dataclass
-class DecodeDesk:
-    """Owns the table of D's tickets. `start` subscribes; the tickets' coroutines belong to the service."""
+class DecodeDesk(WorkerDesk[DecodeTicket]):
+    """logs: the tokens of tickets that ended a short while ago, for replays. outbox: the engine's listener."""
 
-    deps: Deps
-    engine: Engine
-    link: Link
-    settings: flow.DecodeFlowSettings = field(default_factory=flow.DecodeFlowSettings)
+    role = "decode"
 
-    def __post_init__(self) -> None:
-        self.tickets: TicketTable[LiveTicket] = TicketTable(self.deps.clock, self.deps.counters)
-        self.logs: Tombstones[tuple[TokenEntry, ...]] = Tombstones(self.deps.clock, capacity=128, keep_s=30.0)
-        self.outbox = TokenOutbox(self.deps, self.tickets.find)
-        self.draining = False
-        self._flow = flow.DecodeFlow(self.deps, self.engine, self.link, self.outbox, self.settings)
-        self._subscriptions: list[Subscription] = []
+    def __init__(self, deps: Deps, engine: Engine, link: Link) -> None:
+        super().__init__(deps, engine, link)
+        self.logs: Tombstones[tuple[TokenEntry, ...]] = Tombstones(deps.clock, capacity=128, keep_s=30.0)
+        self.outbox = TokenOutbox(deps, self.tickets.find)
+        self._flow = flow.DecodeFlow(deps, engine, link, self.outbox)
+
+    def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
+        return {
+            subjects.RESERVE: (Reserve, self.on_reserve),
+            subjects.COMMIT: (Commit, self.on_commit),
+            subjects.REPLAY: (Replay, self.on_replay),
+            subjects.CANCEL: (Cancel, self.on_cancel),
+            subjects.FAIL: (Fail, self.on_fail),
+        }
 
     async def start(self) -> None:
-        bus, peer, counters = self.deps.bus, self.deps.peer, self.deps.counters
-        self._subscriptions = [
-            await listen(bus, "decode", peer, subjects.RESERVE, Reserve, self.on_reserve, counters),
-            await listen(bus, "decode", peer, subjects.COMMIT, Commit, self.on_commit, counters),
-            await listen(bus, "decode", peer, subjects.REPLAY, Replay, self.on_replay, counters),
-            await listen(bus, "decode", peer, subjects.CANCEL, Cancel, self.on_cancel, counters),
-            await listen(bus, "decode", peer, subjects.FAIL, Fail, self.on_fail, counters),
-        ]
+        await super().start()
         self.deps.spawn_vital(self.outbox.run(), "token-outbox")
 
-    async def stop(self) -> None:
-        for subscription in self._subscriptions:
-            await subscription.unsubscribe()
-
-    async def on_reserve(self, order: Reserve) -> Verdict:
-        """Takes the pages, all or nothing, and starts the ticket. Asked again, it says the same again."""
-        if self.tickets.find(TicketKey(order.room, order.generation)) is not None:
-            return Verdict(ok=True)
-        if (cause := self.tickets.end_of(order)) is not None:
-            if cause.code == FINISHED:  # our yes got lost, and all is done meanwhile
-                return Verdict(ok=True)
-            return _no(cause.code if cause.failed else "dead_room", cause.message or "that ticket has ended")
-        if self.draining:
-            return Verdict(
-                ok=False, code="ticket_denied", message="this worker is draining", retry_after_s=_RETRY_AFTER_S
-            )
-        if order.identity != self.engine.identity:
-            return _no("identity_mismatch", f"this worker serves {self.engine.identity}")
-        ticket = LiveTicket(order, self.deps.clock, self.deps.counters, secrets.token_bytes(_SECRET_BYTES))
-        try:
-            self.engine.reserve(ticket.key, order.prompt, order.sampling, decodes=True)
-        except BatonError as error:
-            return _no(error.code, error.message)
-        self.tickets.add(ticket)
-        ticket.perform = lambda effect: flow.perform(self._flow, ticket, effect)
-        self.deps.counters.add("tickets_granted")
-        self.deps.spawn(self._serve(ticket), f"ticket-{ticket.key.room}")
-        self.deps.changed()
-        return Verdict(ok=True)
-
-    async def _serve(self, ticket: LiveTicket) -> None:
+    async def serve(self, ticket: DecodeTicket) -> None:
         try:
             await flow.serve_ticket(self._flow, ticket)
         finally:
-            cause = ticket.state.cause or Cause(FINISHED)
             self.logs.put(ticket.key.room, tuple(ticket.entry(c, 0) for c in range(len(ticket.choices))))
-            self.tickets.drop(ticket, cause)
-            self.deps.counters.add(f"tickets_{cause.code}")
-            self.deps.changed()
+
+    def perform(self, ticket: DecodeTicket, effect: object) -> None:
+        flow.perform(self._flow, ticket, effect)
+
+    async def on_reserve(self, order: Reserve) -> Verdict:
+        """Takes pages for the prompt and the first steps of its choices."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        make = lambda: DecodeTicket(order, self.deps.clock, self.deps.counters, secret)  # noqa: E731
+        return self.admit(order, make, decodes=True)
 
     async def on_commit(self, record: Commit) -> CommitReply:
         """Completes the ticket's wait and answers once D has decided; *pending* means: ask again."""
@@ -134,54 +100,25 @@ class DecodeDesk:
         return ReplayReply(status=status, entries=parts)
 
     async def on_cancel(self, order: Cancel) -> Verdict:
-        """Ends a ticket or one of its choices. Of an unknown ticket a tombstone stays: it can never begin."""
+        """Also ends a single choice."""
+        if order.choice is None:
+            return await super().on_cancel(order)
         ticket = self.tickets.addressed(order)
-        if ticket is None:
-            self.tickets.bury(order, Cause(CANCELLED, order.reason, by="gateway"))
-        elif order.choice is None:
-            ticket.apply(machine.Ended(order.generation, Cause(CANCELLED, order.reason, by="gateway")))
-        elif ticket.stop_choice(order.choice):
+        if ticket is not None and ticket.stop_choice(order.choice):
             self.engine.finish_choice(ticket.key, order.choice)
         return Verdict(ok=True)
 
     async def on_fail(self, notice: Fail) -> Verdict:
-        """P gave the ticket up."""
+        """P gave the ticket up; once D has taken over P has no part in it any more."""
         ticket = self.tickets.addressed(notice)
-        if ticket is not None and not ticket.state.committed:  # after that P has no part in it any more
-            ticket.apply(machine.Ended(notice.generation, Cause(notice.code, notice.message, by="prefill")))
+        if ticket is not None and not ticket.state.committed:
+            ticket.end(notice.code, notice.message, by="prefill")
         return Verdict(ok=True)
 
-    def __len__(self) -> int:
-        return len(self.tickets)
-
-    def gateways(self) -> set[str]:
-        """Those that wait for a live ticket of ours."""
-        return {ticket.order.gateway for ticket in self.tickets}
-
-    def end_all_of(self, gateway: str) -> None:
-        """That gateway is gone: nobody waits for these tokens any more."""
-        for ticket in self.tickets:
-            if ticket.order.gateway == gateway:
-                ticket.apply(
-                    machine.Ended(ticket.key.generation, Cause("peer_lost", "the gateway is gone", by="gateway"))
-                )
-
     def end_unstarted(self, reason: str) -> None:
-        """The sidecar restarted: what it had not finished receiving is lost."""
         for ticket in self.tickets:
             if ticket.state.remote and not ticket.state.committed:
-                ticket.apply(machine.Ended(ticket.key.generation, Cause("peer_lost", reason, by="decode")))
-
-    def states(self) -> dict[str, int]:
-        """How many tickets are in each state."""
-        counts: dict[str, int] = {}
-        for ticket in self.tickets:
-            counts[ticket.state.state.value] = counts.get(ticket.state.state.value, 0) + 1
-        return counts
-
-
-def _no(code: str, message: str) -> Verdict:
-    return Verdict(ok=False, code=code, message=message, retry_after_s=_RETRY_AFTER_S)
+                ticket.end("peer_lost", reason, by="decode")
 
 
 def _cut(entry: TokenEntry, start: int, end: int) -> TokenEntry:

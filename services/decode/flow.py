@@ -8,11 +8,11 @@ import asyncio
 from dataclasses import dataclass
 
 from services.decode.loop import TokenOutbox
-from services.decode.ticket import LiveTicket
+from services.decode.ticket import DecodeTicket
 from shared.bus.ask import ask
 from shared.engine.api import Engine, TokenOut
 from shared.machines import decode as machine
-from shared.machines.stepping import FINISHED, Cause
+from shared.machines.stepping import FINISHED, Cause, Quiesced, TellGateway
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Commit,
@@ -56,10 +56,10 @@ class DecodeFlow:
     engine: Engine
     link: Link
     outbox: TokenOutbox
-    settings: DecodeFlowSettings
+    settings: DecodeFlowSettings = DecodeFlowSettings()
 
 
-async def serve_ticket(d: DecodeFlow, ticket: LiveTicket) -> None:
+async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
     """Runs a granted ticket to its end. Returns when its pages are free."""
     try:
         with ticket.scope:
@@ -79,17 +79,17 @@ async def serve_ticket(d: DecodeFlow, ticket: LiveTicket) -> None:
                     _take_over(d, ticket, record)
                 ticket.scope.check()
                 await ticket.all_done.wait()
-        ticket.apply(machine.Ended(ticket.key.generation, Cause(FINISHED)))
+        ticket.end(FINISHED)
     except BatonError as error:
-        ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="decode")))
+        ticket.end(error.code, error.message, by="decode")
     except Exception as error:
-        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", type(error).__name__, by="decode")))
+        ticket.end("internal_error", type(error).__name__, by="decode")
         raise
     finally:
         await _release(d, ticket)
 
 
-def perform(d: DecodeFlow, ticket: LiveTicket, effect: object) -> None:
+def perform(d: DecodeFlow, ticket: DecodeTicket, effect: object) -> None:
     """Carries out one effect of the ticket's machine."""
     match effect:
         case machine.StartGroup():
@@ -103,11 +103,11 @@ def perform(d: DecodeFlow, ticket: LiveTicket, effect: object) -> None:
         case machine.TellPrefill(cause=cause):
             assert ticket.order.prefill is not None
             _tell(d, ticket, "prefill", ticket.order.prefill, cause)
-        case machine.TellGateway(cause=cause):
+        case TellGateway(cause=cause):
             _tell(d, ticket, "gateway", ticket.order.gateway, cause)
 
 
-async def _publish_destination(d: DecodeFlow, ticket: LiveTicket) -> None:
+async def _publish_destination(d: DecodeFlow, ticket: DecodeTicket) -> None:
     """Tells P where the state goes, until P says that it has heard it. NATS does not order two publishers, so P may be
     asked before the gateway's own message has reached it: *unknown* is asked again for a while."""
     assert ticket.order.prefill is not None
@@ -121,7 +121,7 @@ async def _publish_destination(d: DecodeFlow, ticket: LiveTicket) -> None:
     raise UnknownRoom("the prefill worker never heard of this ticket")
 
 
-async def _send_destination(d: DecodeFlow, ticket: LiveTicket, prefill: str) -> DestinationReply:
+async def _send_destination(d: DecodeFlow, ticket: DecodeTicket, prefill: str) -> DestinationReply:
     destination = Destination(
         room=ticket.key.room,
         generation=ticket.key.generation,
@@ -135,7 +135,7 @@ async def _send_destination(d: DecodeFlow, ticket: LiveTicket, prefill: str) -> 
     return await ask(d.deps.bus, d.deps.clock, where, destination, DestinationReply, deadline=ticket.deadline)
 
 
-async def _await_record(d: DecodeFlow, ticket: LiveTicket) -> Commit:
+async def _await_record(d: DecodeFlow, ticket: DecodeTicket) -> Commit:
     """Waits for P's commit record. In silence it asks P (by repeating the destination) rather than guess."""
     assert ticket.order.prefill is not None
     while True:
@@ -147,7 +147,7 @@ async def _await_record(d: DecodeFlow, ticket: LiveTicket) -> Commit:
             raise _refusal(reply)
 
 
-async def _await_bytes(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> None:
+async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
     """Compares our own sidecar's counts and digests with the record; raises Corrupt, naming the component."""
     if record.prompt_len != len(ticket.order.prompt):
         raise ProtocolError(
@@ -166,7 +166,7 @@ async def _await_bytes(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> Non
             raise Corrupt(f"component {ours.name!r}: the bytes that arrived are not the bytes that were sent")
 
 
-def _take_over(d: DecodeFlow, ticket: LiveTicket, record: Commit) -> None:
+def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
     """Commits (this starts the group and answers P) and passes token 0 on, whether or not P's own message got there."""
     now = d.deps.clock.now()
     ticket.timings = ticket.timings.model_copy(
@@ -197,10 +197,9 @@ def _ended_at_first(record: Commit) -> bool:
     return all(first.finish is not None for first in record.first)
 
 
-async def _release(d: DecodeFlow, ticket: LiveTicket) -> None:
+async def _release(d: DecodeFlow, ticket: DecodeTicket) -> None:
     """Quarantine: first no writer may be left, then no step; only then are the pages free."""
-    stopped = Cause("peer_lost", "the decode worker is shutting down", by="decode")
-    ticket.apply(machine.Ended(ticket.key.generation, stopped))  # changes nothing where the end is known already
+    ticket.end("peer_lost", "the decode worker is shutting down", by="decode")  # nothing new where the end is known
     try:
         if ticket.order.prefill is not None:
             await d.link.fence(ticket.key)
@@ -212,10 +211,10 @@ async def _release(d: DecodeFlow, ticket: LiveTicket) -> None:
         ticket.commit_answer.set_result(CommitReply(status=status, code=cause.code, message=cause.message))
     if not ticket.record.done():
         ticket.record.cancel()
-    ticket.apply(machine.Quiesced(ticket.key.generation))
+    ticket.apply(Quiesced(ticket.key.generation))
     d.deps.changed()
 
 
-def _tell(d: DecodeFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
+def _tell(d: DecodeFlow, ticket: DecodeTicket, role: str, peer: str, cause: Cause) -> None:
     telling = tell_failure(d.deps, role, peer, ticket.key, cause, d.settings.tell_s)
     d.deps.spawn(telling, f"tell-{role}-{ticket.key.room}")

@@ -6,11 +6,10 @@ A ticket's tokens are kept until its tombstone goes, so a message that NATS lose
 import asyncio
 from collections.abc import Callable
 
-from services.decode.ticket import LiveTicket
+from services.decode.ticket import DecodeTicket
 from shared.bus.base import BusError
 from shared.engine.api import StepOutput
 from shared.machines import decode as machine
-from shared.machines.stepping import Cause
 from shared.protocol import subjects
 from shared.protocol.messages import TicketTimings, TokenEntry, Tokens, encode
 from shared.runtime.deps import Deps
@@ -20,7 +19,7 @@ from shared.transfer.link import TicketKey
 class TokenOutbox:
     """The engine's listener. One task sends; what arrives while a message is on its way leaves together in the next."""
 
-    def __init__(self, deps: Deps, find: Callable[[TicketKey], LiveTicket | None]) -> None:
+    def __init__(self, deps: Deps, find: Callable[[TicketKey], DecodeTicket | None]) -> None:
         self._deps = deps
         self._find = find
         self._pending: dict[str, dict[tuple[int, int], TokenEntry]] = {}
@@ -37,8 +36,7 @@ class TokenOutbox:
             self.send_from(ticket, out.index, out.choice)
         for failure in output.failed:
             if (ticket := self._find(failure.key)) is not None:
-                cause = Cause(failure.code, failure.message, by="decode")
-                ticket.apply(machine.Ended(failure.key.generation, cause))
+                ticket.end(failure.code, failure.message, by="decode")
         for key in output.preempted:
             if (ticket := self._find(key)) is not None:
                 ticket.apply(machine.Preempted(key.generation))
@@ -46,7 +44,7 @@ class TokenOutbox:
             if (ticket := self._find(key)) is not None:
                 ticket.apply(machine.Resumed(key.generation))
 
-    def send_from(self, ticket: LiveTicket, index: int, choice: int | None = None) -> None:
+    def send_from(self, ticket: DecodeTicket, index: int, choice: int | None = None) -> None:
         """Queues choice `choice` (all of them: None) from token `index` on for the ticket's gateway."""
         gateway = ticket.order.gateway
         pending = self._pending.setdefault(gateway, {})

@@ -4,13 +4,13 @@ from services.decode.desk import DecodeDesk
 from shared.engine.api import Engine, StepOutput
 from shared.runtime.deps import Deps
 from shared.transfer.link import Link
-from shared.worker.service import Desk, WorkerService
+from shared.worker.service import WorkerService
 
 
 class DecodeService(WorkerService):
     role = "decode"
 
-    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> Desk:
+    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> DecodeDesk:
         return DecodeDesk(deps, engine, link)
 
     def on_step(self, output: StepOutput) -> None:

@@ -1,13 +1,10 @@
 """One live ticket on D: its machine, what it waits for, and every token it has produced."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from shared.engine.api import TokenOut
 from shared.machines import decode as machine
-from shared.machines.stepping import Event, Outcome
 from shared.protocol.messages import (
     Commit,
     CommitReply,
@@ -20,8 +17,8 @@ from shared.protocol.messages import (
 )
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
-from shared.runtime.scope import EndScope
 from shared.transfer.link import TicketKey
+from shared.worker.tickets import LiveTicket
 
 
 @dataclass(slots=True)
@@ -38,38 +35,20 @@ class ChoiceLog:
         return self.finish is not None or self.stopped
 
 
-class LiveTicket:
-    """Belongs to the desk's table from the verdict until its pages are free.
-
-    Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
-    """
+class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
+    """secret: what a peer must know to write. record, commit_answer: P's word and ours. all_done: no choice is left."""
 
     def __init__(self, order: Reserve, clock: Clock, counters: Counters, secret: bytes) -> None:
-        self.order = order
-        self.key = TicketKey(order.room, order.generation)
+        state = machine.DecodeTicket(order.room, order.generation, remote=order.prefill is not None)
+        super().__init__(order, state, machine.step, clock, counters)
         self.secret = secret
-        self.state = machine.DecodeTicket(order.room, order.generation, remote=order.prefill is not None)
-        self.scope = EndScope()
         self.record: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.commit_answer: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
         self.all_done = asyncio.Event()
         self.choices = [ChoiceLog() for _ in range(order.sampling.n)]
-        self.perform: Callable[[Any], None] = lambda effect: None
-        self.deadline = clock.now() + order.remaining_s
         self.filling_at: float | None = None
         self.timings = TicketTimings()
         self._clock = clock
-        self._counters = counters
-
-    def apply(self, event: Event) -> None:
-        """Steps the machine. A stale or late event is counted and changes nothing."""
-        step = machine.step(self.state, event)
-        if step.outcome is not Outcome.APPLIED:
-            self._counters.add(f"events_{step.outcome.value}")
-            return
-        self.state = step.ticket
-        for effect in step.effects:
-            self.perform(effect)
 
     def first_bytes(self, _key: TicketKey) -> None:
         self.filling_at = self._clock.now()

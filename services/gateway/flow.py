@@ -18,7 +18,7 @@ from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
 from shared.bus.ask import ask
 from shared.machines import request as machine
-from shared.machines.stepping import CANCELLED, Cause
+from shared.machines.stepping import CANCELLED, Cause, Ended
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Cancel,
@@ -103,7 +103,7 @@ class RequestFlow:
                 attempt.apply(machine.AllDone(generation))
                 return
             except BatonError as error:
-                attempt.apply(machine.Ended(generation, Cause(error.code, error.message)))
+                attempt.apply(Ended(generation, Cause(error.code, error.message)))
                 if not isinstance(error, CapacityError):
                     failures += 1
                     self._failed_peers |= attempt.peers
@@ -252,7 +252,7 @@ class RequestFlow:
     def _close_attempt(self, attempt: Attempt) -> None:
         """Ends the attempt whatever its state; each leg that may still hold something is told."""
         generation = attempt.generation
-        attempt.apply(machine.Ended(generation, Cause(CANCELLED, "the client went away")))
+        attempt.apply(Ended(generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
         self._settle(attempt)
         if attempt.route is None or not attempt.cancel_legs or all(attempt.box.finished):

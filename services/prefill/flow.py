@@ -7,11 +7,11 @@ events of its machine there, or complete what this coroutine waits for.
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from services.prefill.ticket import LiveTicket
+from services.prefill.ticket import PrefillTicket
 from shared.bus.ask import ask
 from shared.engine.api import ChunkDone, Engine
 from shared.machines import prefill as machine
-from shared.machines.stepping import Cause
+from shared.machines.stepping import Cause, Quiesced, TellGateway
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Commit,
@@ -48,10 +48,10 @@ class PrefillFlow:
     deps: Deps
     engine: Engine
     link: Link
-    settings: PrefillFlowSettings
+    settings: PrefillFlowSettings = PrefillFlowSettings()
 
 
-async def serve_ticket(p: PrefillFlow, ticket: LiveTicket) -> None:
+async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
     """Runs an accepted prompt to its end. Returns when its pages are free."""
     try:
         with ticket.scope:
@@ -72,27 +72,27 @@ async def serve_ticket(p: PrefillFlow, ticket: LiveTicket) -> None:
                 await _repeat_commit(p, ticket, record)
                 ticket.apply(machine.CommitAnswered(ticket.key.generation))
     except BatonError as error:
-        ticket.apply(machine.Ended(ticket.key.generation, Cause(error.code, error.message, by="prefill")))
+        ticket.end(error.code, error.message, by="prefill")
     except Exception as error:
-        ticket.apply(machine.Ended(ticket.key.generation, Cause("internal_error", type(error).__name__, by="prefill")))
+        ticket.end("internal_error", type(error).__name__, by="prefill")
         raise
     finally:
         await _release(p, ticket)
 
 
-def perform(p: PrefillFlow, ticket: LiveTicket, effect: object) -> None:
+def perform(p: PrefillFlow, ticket: PrefillTicket, effect: object) -> None:
     """Carries out one effect of the ticket's machine. Computing and committing are the coroutine's own next lines."""
     match effect:
         case machine.Unpin():
             ticket.scope.end()
         case machine.TellDecode(cause=cause):
             _tell(p, ticket, "decode", ticket.order.decode, cause)
-        case machine.TellGateway(cause=cause):
+        case TellGateway(cause=cause):
             _tell(p, ticket, "gateway", ticket.order.gateway, cause)
 
 
 async def _compute_and_send(
-    p: PrefillFlow, ticket: LiveTicket, destination: Destination
+    p: PrefillFlow, ticket: PrefillTicket, destination: Destination
 ) -> tuple[tuple[FirstToken, ...], float]:
     """Prefills in chunks; while a chunk's pages travel the engine computes the next one. Returns the handoff tokens and
     when they were there. If the first token ends the request, what is not sent yet is not sent."""
@@ -110,7 +110,7 @@ async def _compute_and_send(
     return last
 
 
-async def _send_first(p: PrefillFlow, ticket: LiveTicket, chunk: ChunkDone) -> None:
+async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -> None:
     """Token 0 of every choice straight to the gateway, until it says that it has it (D passes it on as well)."""
     entries = tuple(
         TokenEntry(
@@ -134,7 +134,7 @@ async def _send_first(p: PrefillFlow, ticket: LiveTicket, chunk: ChunkDone) -> N
 
 
 async def _commit_record(
-    p: PrefillFlow, ticket: LiveTicket, first: tuple[FirstToken, ...], timings: PrefillTimings
+    p: PrefillFlow, ticket: PrefillTicket, first: tuple[FirstToken, ...], timings: PrefillTimings
 ) -> Commit:
     """What D needs to take over: N, token 0 of each choice, and what was sent, by component."""
     receipt = await p.link.sent(ticket.key)
@@ -149,7 +149,7 @@ async def _commit_record(
     )
 
 
-async def _repeat_commit(p: PrefillFlow, ticket: LiveTicket, record: Commit) -> None:
+async def _repeat_commit(p: PrefillFlow, ticket: PrefillTicket, record: Commit) -> None:
     """Repeats the record until D has decided. The pages stay pinned until then."""
     where = subjects.subject("decode", ticket.order.decode, subjects.COMMIT)
     deadline = min(ticket.deadline, p.deps.clock.now() + p.settings.commit_s)
@@ -159,8 +159,7 @@ async def _repeat_commit(p: PrefillFlow, ticket: LiveTicket, record: Commit) -> 
             case CommitStatus.COMMITTED:
                 return
             case CommitStatus.DEAD | CommitStatus.FAILED:
-                cause = Cause(reply.code or "dead_room", reply.message, by="decode")
-                ticket.apply(machine.Ended(ticket.key.generation, cause))
+                ticket.end(reply.code or "dead_room", reply.message, by="decode")
                 ticket.scope.check()
             case CommitStatus.PENDING:
                 continue
@@ -170,20 +169,19 @@ def _all_finished(chunk: ChunkDone) -> bool:
     return chunk.last and all(first.finish is not None for first in chunk.first)
 
 
-async def _release(p: PrefillFlow, ticket: LiveTicket) -> None:
+async def _release(p: PrefillFlow, ticket: PrefillTicket) -> None:
     """Quarantine: first no reader may be left, then no step; only then are the pages free."""
-    stopped = Cause("peer_lost", "the prefill worker is shutting down", by="prefill")
-    ticket.apply(machine.Ended(ticket.key.generation, stopped))  # changes nothing where the end is known already
+    ticket.end("peer_lost", "the prefill worker is shutting down", by="prefill")  # nothing new where the end is known
     try:
         await p.link.forget(ticket.key)
     finally:
         await p.engine.retire(ticket.key)
     if not ticket.destination.done():
         ticket.destination.cancel()
-    ticket.apply(machine.Quiesced(ticket.key.generation))
+    ticket.apply(Quiesced(ticket.key.generation))
     p.deps.changed()
 
 
-def _tell(p: PrefillFlow, ticket: LiveTicket, role: str, peer: str, cause: Cause) -> None:
+def _tell(p: PrefillFlow, ticket: PrefillTicket, role: str, peer: str, cause: Cause) -> None:
     telling = tell_failure(p.deps, role, peer, ticket.key, cause, p.settings.tell_s)
     p.deps.spawn(telling, f"tell-{role}-{ticket.key.room}")

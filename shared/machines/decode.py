@@ -15,7 +15,7 @@ first cause of its end is kept; an event of another generation changes nothing.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shared.machines.stepping import FINISHED, Cause, Event, Outcome, Step, next_state
+from shared.machines.stepping import FINISHED, Cause, Ended, Event, Outcome, Quiesced, Step, TellGateway, next_state
 
 
 class DecodeState(Enum):
@@ -59,18 +59,6 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Event):
-    """Finished, cancelled, failed or past its deadline."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Quiesced(Event):
-    """Proof: the sidecar is fenced and no dispatched step uses the pages."""
-
-
-@dataclass(frozen=True, slots=True)
 class StartGroup:
     """Put the group into the running batch; its state is complete."""
 
@@ -88,13 +76,6 @@ class Quarantine:
 @dataclass(frozen=True, slots=True)
 class TellPrefill:
     """P must stop: this ticket is over."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class TellGateway:
-    """The client's side must learn the first cause."""
 
     cause: Cause
 

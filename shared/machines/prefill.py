@@ -13,7 +13,7 @@ Invariants: no byte leaves before the destination is here; pages come free only 
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shared.machines.stepping import FINISHED, Cause, Event, Outcome, Step, next_state
+from shared.machines.stepping import FINISHED, Cause, Ended, Event, Outcome, Quiesced, Step, TellGateway, next_state
 
 
 class PrefillState(Enum):
@@ -40,18 +40,6 @@ class CommitAnswered(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Event):
-    """Cancelled, failed or past its deadline."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Quiesced(Event):
-    """Proof: the sidecar reads nothing of it any more and no dispatched step uses the pages."""
-
-
-@dataclass(frozen=True, slots=True)
 class Unpin:
     """Forget the ticket at the sidecar and retire the group, then report Quiesced."""
 
@@ -59,13 +47,6 @@ class Unpin:
 @dataclass(frozen=True, slots=True)
 class TellDecode:
     """D must not wait any longer."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class TellGateway:
-    """The client's side must learn the first cause."""
 
     cause: Cause
 

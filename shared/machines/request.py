@@ -13,7 +13,7 @@ emitted a token is never tried again from scratch; a token index reaches the cli
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shared.machines.stepping import FINISHED, Cause, Event, Outcome, Step, next_state
+from shared.machines.stepping import FINISHED, Cause, Ended, Event, Outcome, Step, next_state
 
 
 class RequestState(Enum):
@@ -42,13 +42,6 @@ class TokensArrived(Event):
 @dataclass(frozen=True, slots=True)
 class AllDone(Event):
     """Every choice finished, or was stopped by the text side."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended(Event):
-    """Refused, failed, cancelled or past its deadline."""
-
-    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,26 @@ class Cause:
 FINISHED = "finished"
 CANCELLED = "cancelled"
 
+
+@dataclass(frozen=True, slots=True)
+class Ended(Event):
+    """Finished, refused, cancelled, failed or past its deadline."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced(Event):
+    """Proof: no sidecar touches the ticket's pages and no dispatched step uses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellGateway:
+    """The client's side must learn the first cause."""
+
+    cause: Cause
+
+
 T = TypeVar("T")
 S = TypeVar("S", bound=Enum)
 

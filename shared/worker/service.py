@@ -2,9 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from kernels.cpu.ops import warm_up
 from shared.engine.api import Engine, StepOutput
@@ -21,26 +20,13 @@ from shared.runtime.service import Service
 from shared.runtime.settings import WorkerSettings
 from shared.transfer.link import Link
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.worker.desk import WorkerDesk
 from shared.worker.gateway_watch import GatewayWatch
 
 log = logging.getLogger(__name__)
 
 _GATEWAY_TIMEOUT_S = 3.0
 _STUCK_S = 30.0
-
-
-class Desk(Protocol):
-    """A role's front desk, as far as this class needs it."""
-
-    draining: bool
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    def states(self) -> dict[str, int]: ...
-    def gateways(self) -> Iterable[str]: ...
-    def end_all_of(self, gateway: str) -> None: ...
-    def end_unstarted(self, reason: str) -> None: ...
-    def __len__(self) -> int: ...
 
 
 class WorkerService(Service):
@@ -52,10 +38,10 @@ class WorkerService(Service):
         self.model_name: str | None = None
         self.engine: BatchEngine | None = None
         self.link: SidecarLink | None = None
-        self.desk: Desk | None = None
+        self.desk: WorkerDesk[Any] | None = None
         self._pool: StatePool | None = None
 
-    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> Desk:
+    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> WorkerDesk[Any]:
         raise NotImplementedError
 
     def on_step(self, output: StepOutput) -> None:
@@ -136,7 +122,7 @@ class WorkerService(Service):
                 "pages": _pages(self.engine.pages()),
                 "slots": _pages(self.engine.slots()),
                 "queues": self.engine.queues() | {"tickets": in_tickets},
-                "tickets": self.desk.states(),
+                "tickets": self.desk.tickets.states(),
                 "counters": report.counters | counters,
             }
         )

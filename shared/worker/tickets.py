@@ -1,26 +1,69 @@
-"""The worker's front desk: the table of live tickets and what is remembered of ended ones.
+"""A worker's live tickets and what is remembered of ended ones.
 
-Both worker roles use it. A message for an unknown or older ticket is counted and answered, never raised, and never
-brings anything back to life.
+A message for an unknown or older ticket is counted and answered, never raised, and never brings anything back to life.
 """
 
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
 
-from shared.machines.stepping import Cause
-from shared.protocol.messages import TicketMessage
+from shared.machines.stepping import Cause, Ended, Event, Outcome, Step
+from shared.protocol.messages import Prefill, Reserve, TicketMessage
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
+from shared.runtime.scope import EndScope
 from shared.runtime.tombstones import Tombstones
 from shared.transfer.link import TicketKey
 
 
-class HasKey(Protocol):
+class TicketState(Protocol):
+    """A machine's ticket, as far as both roles share it."""
+
     @property
-    def key(self) -> TicketKey: ...
+    def state(self) -> Enum: ...
+    @property
+    def cause(self) -> Cause | None: ...
 
 
-T = TypeVar("T", bound=HasKey)
+O = TypeVar("O", Reserve, Prefill)  # noqa: E741  the order a ticket carries out
+S = TypeVar("S", bound=TicketState)
+
+
+class LiveTicket(Generic[O, S]):
+    """Belongs to the desk's table from the verdict until its pages are free.
+
+    Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
+    """
+
+    def __init__(
+        self, order: O, state: S, step: Callable[[S, Event], Step[S]], clock: Clock, counters: Counters
+    ) -> None:
+        self.order: O = order
+        self.key = TicketKey(order.room, order.generation)
+        self.state = state
+        self.scope = EndScope()
+        self.perform: Callable[[Any], None] = lambda effect: None
+        self.deadline = clock.now() + order.remaining_s
+        self._step = step
+        self._counters = counters
+
+    def apply(self, event: Event) -> None:
+        """Steps the machine. A stale or late event is counted and changes nothing."""
+        step = self._step(self.state, event)
+        if step.outcome is not Outcome.APPLIED:
+            self._counters.add(f"events_{step.outcome.value}")
+            return
+        self.state = step.ticket
+        for effect in step.effects:
+            self.perform(effect)
+
+    def end(self, code: str, message: str = "", by: str = "") -> None:
+        """Ends the ticket; the first cause is kept."""
+        self.apply(Ended(self.key.generation, Cause(code, message, by)))
+
+
+T = TypeVar("T", bound=LiveTicket[Any, Any])
 
 
 class TicketTable(Generic[T]):
@@ -67,3 +110,7 @@ class TicketTable(Generic[T]):
         """Why the ticket of this message ended, if it did."""
         entry = self.ended.get(message.room)
         return None if entry is None or entry[0] != message.generation else entry[1]
+
+    def states(self) -> dict[str, int]:
+        """How many tickets are in each state."""
+        return dict(Counter(str(ticket.state.state.value) for ticket in self))

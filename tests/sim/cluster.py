@@ -128,7 +128,7 @@ class Worker(Process):
                     "geometry": self.engine.geometry,
                     "pages": Pages(total=total, free=free, quarantined=quarantined),
                     "slots": Pages(total=slots[0], free=slots[1], quarantined=slots[2]),
-                    "tickets": self.desk.states(),
+                    "tickets": self.desk.tickets.states(),
                 }
             )
         )

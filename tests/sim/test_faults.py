@@ -10,8 +10,6 @@ import pytest
 
 from services.gateway.generation import GenerationRequest
 from shared.bus.memory import Envelope
-from shared.machines import prefill as prefill_machine
-from shared.machines.stepping import Cause
 from shared.protocol import subjects
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import BatonError, Corrupt, PeerLost, TransferRefused
@@ -187,7 +185,7 @@ def test_a_cancel_that_overtakes_its_request_leaves_a_tombstone() -> None:
             await asyncio.sleep(1.0)
             assert all(w.is_empty for w in cluster.workers)
             assert cluster.decodes[0].counters["tickets_granted"] == 0
-            assert cluster.prefills[0].counters["tickets_accepted"] == 0
+            assert cluster.prefills[0].counters["tickets_granted"] == 0
 
     run_virtual(scenario())
 
@@ -266,12 +264,11 @@ def test_what_prefill_says_after_the_hand_over_changes_nothing() -> None:
         async with Cluster(policy=lost) as cluster:
             sampling = SAMPLING | {"max_tokens": 80}
             asking = asyncio.get_running_loop().create_task(cluster.ask(prompt, **sampling))
-            while cluster.decodes[0].desk.states() != {"started": 1}:
+            while cluster.decodes[0].desk.tickets.states() != {"started": 1}:
                 await asyncio.sleep(0.005)
             cluster.prefills[0].desk.end_unstarted("the sidecar restarted")
             for ticket in cluster.prefills[0].desk.tickets:
-                cause = Cause("transfer_failed", "gave up", by="prefill")
-                ticket.apply(prefill_machine.Ended(ticket.key.generation, cause))
+                ticket.end("transfer_failed", "gave up", by="prefill")
             answer = await asking
             assert answer.error is None
             assert answer.tokens == await oracle(prompt, **sampling)
@@ -297,7 +294,7 @@ def test_the_door_is_shut_once_decode_has_taken_over() -> None:
             prefill.link.send = remember  # type: ignore[method-assign]
             sampling = SAMPLING | {"max_tokens": 80}
             asking = asyncio.get_running_loop().create_task(cluster.ask(prompt, **sampling))
-            while decode.desk.states() != {"started": 1}:
+            while decode.desk.tickets.states() != {"started": 1}:
                 await asyncio.sleep(0.005)
             with pytest.raises(TransferRefused):
                 await send(*sent[-1])

@@ -242,12 +242,13 @@ def test_other_commands_run_as_they_are(tmp_path: Path) -> None:
 
 def test_stores_share_a_volume_without_sharing_a_directory(tmp_path: Path) -> None:
     """And one that comes after another goes on with what that one kept."""
-    with started(tmp_path, "kvstore") as first, started(tmp_path, "kvstore") as second:
+    with started(tmp_path, "kvstore") as first:
         assert seen_by(first)["BATON_STATE_DIR"] == f"{tmp_path}/0"
-        assert seen_by(second)["BATON_STATE_DIR"] == f"{tmp_path}/1"
-        first.communicate()
-        with started(tmp_path, "kvstore") as successor:
-            assert seen_by(successor)["BATON_STATE_DIR"] == f"{tmp_path}/0"
+        with started(tmp_path, "kvstore") as second:
+            assert seen_by(second)["BATON_STATE_DIR"] == f"{tmp_path}/1"
+            first.communicate()
+            with started(tmp_path, "kvstore") as successor:
+                assert seen_by(successor)["BATON_STATE_DIR"] == f"{tmp_path}/0"
 
 
 class Health(BaseHTTPRequestHandler):
