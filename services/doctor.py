@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from services.launcher.errors import LaunchError
-from services.launcher.plan import host_cores
 from services.launcher.state_dir import free_port
 from shared.bus.server import NatsServerError, find_nats_server
 from shared.engine.weights.catalog import list_cached
+from shared.runtime.cores import host_cores
 from shared.runtime.settings import DEFAULT_MODEL, default_cache_dir
 
 _LEAST_MEMORY_BYTES = 4 << 30

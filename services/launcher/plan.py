@@ -1,16 +1,15 @@
 """Which processes a local cluster consists of, and with which settings: decided, and checked, before any is started."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.launcher.errors import LaunchError
+from shared.runtime.cores import host_cores
 from shared.runtime.settings import PREFIX, ROLES, ConfigError, WorkerSettings, load_settings
 
 WORKER_ROLES = ("prefill", "decode")
-_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 Command = Callable[[str], tuple[str, ...]]
 """role -> the command that runs one process of it."""
@@ -102,18 +101,6 @@ def plan_processes(
             raise LaunchError(str(error)) from error
         specs.append(ProcessSpec(name, role, command(role), env, settings.shutdown_timeout_s + 5.0))
     return specs
-
-
-def host_cores() -> int:
-    """Cores this process may use: its affinity, and its container's share where that is less."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CGROUP_CPU_MAX.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here, so no such limit
-    return cores
 
 
 def share_cores(cores: int, workers: int) -> list[int]:

@@ -41,7 +41,7 @@ class SidecarOptions:
     tcp_port: int | None = None
     listen_host: str | None = None
     arguments: tuple[str, ...] = ()
-    start_timeout_s: float = 20.0
+    start_timeout_s: float = 60.0
     fence_timeout_s: float = 5.0
     """A sidecar that does not answer fence or forget within this is killed: its death is the proof."""
     ping_interval_s: float = 1.0

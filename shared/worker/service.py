@@ -1,7 +1,6 @@
 """What prefill and decode workers have in common: a model, an engine with its pool, a sidecar, and a front desk."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.engine.weights.catalog import prepare
 from shared.protocol.messages import Pages, WorkerReport
+from shared.runtime.cores import host_cores
 from shared.runtime.deps import Deps
 from shared.runtime.service import Service
 from shared.runtime.settings import WorkerSettings
@@ -49,7 +49,7 @@ class WorkerService(Service):
 
     async def start(self) -> None:
         settings = self.settings
-        threads = settings.threads or os.cpu_count() or 1
+        threads = settings.threads or host_cores()
         executor = ThreadExecutor(threads)
         model = await executor.run(self._load)
         engine_settings = EngineSettings(
