@@ -106,7 +106,7 @@ class Load:
     def __enter__(self) -> "Load":
         for number in range(12):
             temperature = 0.0 if number < 6 else 0.8
-            asked = Asked(PROMPTS[number % 4], 16 + number, temperature, seed=number, ignore_eos=True)
+            asked = Asked(PROMPTS[number % 4], 48 + number, temperature, seed=number, ignore_eos=True)
             self.orders.append(Order(asked, stream=number % 8 < 4))
         self._threads = ThreadPoolExecutor(len(self.orders))
         self._running = [self._threads.submit(order.send, self.cluster.url) for order in self.orders]
