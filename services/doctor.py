@@ -16,7 +16,7 @@ from services.launcher.state_dir import free_port
 from shared.bus.server import NatsServerError, find_nats_server
 from shared.engine.weights.catalog import list_cached
 from shared.runtime.cores import host_cores
-from shared.runtime.settings import DEFAULT_MODEL, default_cache_dir
+from shared.runtime.settings import DEFAULT_MODEL, ConfigError, GatewaySettings, default_cache_dir, load_settings
 
 _LEAST_MEMORY_BYTES = 4 << 30
 _LEAST_DISK_BYTES = 2 << 30
@@ -43,6 +43,14 @@ def examine(console: Console, port: int) -> bool:
     return all(finding.ok for finding in findings)
 
 
+def cache_dir() -> Path:
+    """Where `baton up` would keep models; the default where a setting is wrong, which is another finding's business."""
+    try:
+        return load_settings(GatewaySettings).cache_dir
+    except ConfigError:
+        return default_cache_dir()
+
+
 def _python() -> Finding:
     good = sys.version_info >= (3, 11) and sys.platform == "linux"
     hint = "" if good else "3.11 or later, on Linux"
@@ -63,7 +71,7 @@ def _memory() -> Finding:
 
 
 def _disk() -> Finding:
-    place = default_cache_dir()
+    place = cache_dir()
     while not place.exists():
         place = place.parent
     stat = os.statvfs(place)
@@ -87,7 +95,7 @@ def _torch() -> Finding:
 
 
 def _model() -> Finding:
-    ready = any(model.name == DEFAULT_MODEL for model in list_cached(default_cache_dir()))
+    ready = any(model.name == DEFAULT_MODEL for model in list_cached(cache_dir()))
     return Finding("model", True, f"{DEFAULT_MODEL} {'is ready' if ready else 'will be prepared by baton up'}")
 
 

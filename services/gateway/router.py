@@ -80,8 +80,7 @@ def choose_prefill(demand: Demand, prefills: Sequence[Worker]) -> Worker | None:
 
 def choose_decode(demand: Demand, decodes: Sequence[Worker]) -> Worker | None:
     """The D with most free pages among those with room for the prompt and its choices' first steps."""
-    able = [w for w in _able(demand, decodes) if w.free_slots >= demand.num_choices or w.is_idle]
-    return max(able, key=lambda w: (w.free_pages, w.peer), default=None)
+    return max(_able(demand, decodes), key=lambda w: (w.free_pages, w.peer), default=None)
 
 
 def pages_wanted(worker: Worker, demand: Demand) -> int:
@@ -95,12 +94,24 @@ def pages_wanted(worker: Worker, demand: Demand) -> int:
 
 
 def _able(demand: Demand, workers: Sequence[Worker]) -> list[Worker]:
-    """Those with room now. Where the request could never fit any of them an idle one is asked all the same, because
-    only the worker itself can say so. A worker with preempted requests takes no new ones."""
-    able = [w for w in workers if w.free_pages >= pages_wanted(w, demand) and not w.report.queues.get("preempted")]
-    if not any(w.total_pages >= pages_wanted(w, demand) for w in workers):
-        able = [w for w in workers if w.is_idle]
+    """Those with room now. Where the request could never fit any of them they are asked all the same, because only a
+    worker itself can say so, and waiting would hold up everybody behind. A worker with preempted requests takes no new
+    ones."""
+    if any(w.total_pages >= pages_wanted(w, demand) and w.total_slots >= _slots_wanted(w, demand) for w in workers):
+        able = [w for w in workers if _has_room(w, demand)]
+    else:
+        able = list(workers)
     return [w for w in able if w.peer not in demand.avoid] or able
+
+
+def _has_room(worker: Worker, demand: Demand) -> bool:
+    has_slots = worker.free_slots >= _slots_wanted(worker, demand)
+    is_calm = not worker.report.queues.get("preempted")
+    return has_slots and is_calm and worker.free_pages >= pages_wanted(worker, demand)
+
+
+def _slots_wanted(worker: Worker, demand: Demand) -> int:
+    return 1 if worker.report.role == "prefill" else demand.num_choices
 
 
 def _work_ahead(worker: Worker) -> int:

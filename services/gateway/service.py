@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from typing import Any
 
 from aiohttp import web
@@ -56,13 +57,15 @@ class GatewayService(Service):
             generator=GatewayFlow(self.deps(), self.workers, self.inbox, self.rooms),
             text=text,
             model_names=(self._model.name,),
-            max_model_len=self._model.config.max_model_len,
+            max_model_len=min(self._model.config.max_model_len, settings.max_model_len or sys.maxsize),
             registry=self.registry,
             health=self.unhealthy,
             cluster=self.cluster,
             limits=HttpLimits.from_settings(settings),
         )
-        self._runner_http = create_runner(create_app(deps))
+        self._runner_http = create_runner(
+            create_app(deps), shutdown_timeout_s=max(0.5, settings.shutdown_timeout_s - 2)
+        )
         await self._runner_http.setup()
         try:
             await web.TCPSite(self._runner_http, settings.host, settings.port).start()
@@ -90,6 +93,8 @@ class GatewayService(Service):
             return "nats-server is not connected"
         if not self.workers.ready("decode"):
             return "no decode worker is ready"
+        if self.settings.path == "remote" and not self.workers.ready("prefill"):
+            return "no prefill worker is ready, and path is remote"
         return None
 
     def cluster(self) -> dict[str, Any]:

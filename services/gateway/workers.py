@@ -42,8 +42,8 @@ class Worker:
         return 0 if self.report.pages is None else self.report.pages.total
 
     @property
-    def is_idle(self) -> bool:
-        return self.free_pages == self.total_pages
+    def total_slots(self) -> int:
+        return 1 if self.report.slots is None else self.report.slots.total
 
     @property
     def free_slots(self) -> int:

@@ -21,8 +21,8 @@ class Capacity:
         self._growth_tokens = growth_tokens
         self._clear_slot = clear_slot
 
-    def admit(self, group: Group) -> None:
-        """All or nothing: InvalidRequest where the pool would not do, PoolExhausted where its free part does not."""
+    def check(self, group: Group) -> None:
+        """InvalidRequest where even the whole pool would not do."""
         group.growth_tokens = self._growth_tokens
         num_pages, num_slots = self._wanted(group)
         if num_pages > self.pages.total:
@@ -34,7 +34,10 @@ class Capacity:
             raise InvalidRequest(
                 f"{group.sampling.n} choices are wanted; this worker runs {self.slots.total}", param="n"
             )
-        self._take(group, num_pages, num_slots)
+
+    def admit(self, group: Group) -> None:
+        """Takes what a checked group wants, all or nothing: PoolExhausted where there is not so much free."""
+        self._take(group, *self._wanted(group))
 
     def try_readmit(self, group: Group, headroom: int) -> bool:
         """Takes what a preempted group needs to be computed again, if that and `headroom` pages are free. PoolExhausted

@@ -46,6 +46,7 @@ class Scheduler:
     def reserve(self, group: Group) -> None:
         """Takes the group in, or raises what `Capacity.admit` raises. While preempted groups wait for room there is
         none for new ones."""
+        self._capacity.check(group)
         if group.decodes and any(other.phase is Phase.PREEMPTED for other in self._active.values()):
             raise PoolExhausted("preempted requests wait for room")
         self._capacity.admit(group)

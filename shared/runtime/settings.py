@@ -124,7 +124,7 @@ class WorkerSettings(SidecarSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="what the model is computed in; workers of one cluster need the same"
     )
-    threads: Positive | None = Field(None, description="compute threads. Default: the host's cores, shared out")
+    threads: Positive | None = Field(None, description="compute threads. Default: all cores, shared out by `baton up`")
     page_tokens: Positive = Field(16, description="tokens in a page")
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="memory for the state of requests, as in 1GiB")
     num_pages: Positive | None = Field(None, description="pages of that memory, in place of kv_bytes")
@@ -177,6 +177,7 @@ class GatewaySettings(CommonSettings):
     host: str = Field("127.0.0.1", description="address clients reach")
     port: Port = Field(8000, description="port clients reach; 0: a free one")
     model: str = Field(DEFAULT_MODEL, description="the model whose tokenizer and chat template are used")
+    max_model_len: Positive | None = Field(None, description="the workers' limit, where it is below the model's")
     body_limit_bytes: ByteSize = Field(ByteSize(8 << 20), description="largest request body, as in 8MiB")
     request_timeout_s: Seconds = Field(600.0, description="deadline of a request that brings none")
     queue_timeout_s: Seconds = Field(60.0, description="how long a request may wait for a worker with room")

@@ -101,7 +101,7 @@ class WorkerService(Service):
         report = super().report()
         if self.engine is None or self.desk is None or self.link is None:
             return report.model_copy(update={"model": self.model_name})
-        state = report.state if self.link.pid is not None else "starting"
+        state = report.state if self.unhealthy() is None or report.state != "ready" else "starting"
         stats = self.engine.stats
         counters = {
             "steps": float(stats.steps),

@@ -120,6 +120,9 @@ def shown(text: str) -> str:
     return text[:MAX_SHOWN].encode("ascii", "backslashreplace").decode()
 
 
+_CAN_HOLD_TEXT = (str, dict, list)
+
+
 def _refuse_surrogates(parsed: object) -> None:
     """Lone surrogates, which JSON can spell and UTF-8 cannot: no tokenizer could read them and no answer hold them."""
     open_: list[tuple[tuple[int | str, ...], object]] = [((), parsed)]
@@ -127,9 +130,9 @@ def _refuse_surrogates(parsed: object) -> None:
         loc, value = open_.pop()
         if isinstance(value, dict):
             open_.extend(((*loc, "(key)"), key) for key in value)
-            open_.extend(((*loc, key), item) for key, item in value.items())
+            open_.extend(((*loc, key), item) for key, item in value.items() if isinstance(item, _CAN_HOLD_TEXT))
         elif isinstance(value, list):
-            open_.extend(((*loc, index), item) for index, item in enumerate(value))
+            open_.extend(((*loc, index), item) for index, item in enumerate(value) if isinstance(item, _CAN_HOLD_TEXT))
         elif isinstance(value, str) and not _is_unicode(value):
             where = _param(loc)
             raise invalid(f"'{where}' is not valid Unicode: it holds a lone surrogate.", where, "invalid_unicode")

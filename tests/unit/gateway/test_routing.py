@@ -84,10 +84,12 @@ def test_no_room_means_wait_and_not_another_path() -> None:
     assert choose(AUTO, [worker("prefill", "p0", 10)], [worker("decode", "d0", 11)]) is not None
 
 
-def test_an_idle_worker_may_be_asked_for_what_can_never_fit() -> None:
-    giant = Demand(prompt_len=100_000, num_choices=1, path="auto", strict=False)
-    assert choose(giant, [worker("prefill", "p0")], [worker("decode", "d0")]) is not None
-    assert choose(giant, [worker("prefill", "p0", 99)], [worker("decode", "d0")]) is None
+def test_what_can_never_fit_is_asked_at_once_so_that_it_holds_nobody_up() -> None:
+    """Only the worker itself can say that it never fits, and a busy one can as well as an idle one."""
+    busy = [worker("prefill", "p0", 9)], [worker("decode", "d0", 9, slots=Pages(total=8, free=0))]
+    assert choose(Demand(prompt_len=100_000, num_choices=1, path="auto", strict=False), *busy) is not None
+    assert choose(Demand(prompt_len=16, num_choices=9, path="auto", strict=False), *busy) is not None
+    assert choose(Demand(prompt_len=16, num_choices=8, path="auto", strict=False), *busy) is None
 
 
 def test_a_prompt_goes_to_the_pool_it_fits_even_if_a_smaller_one_is_idle() -> None:
