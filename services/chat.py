@@ -22,7 +22,7 @@ class ChatOptions:
     model: str | None = None
     system: str | None = None
     max_tokens: int = 512
-    temperature: float = 0.7
+    temperature: float = 0.2
     path: str = "auto"
 
 

@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Serves large language models with prefill and decode on separate workers.",
     epilog="Start with `baton up`, then `baton chat` in another terminal.",
 )
-models_app = typer.Typer(no_args_is_help=True, help="The models on this machine.", epilog="`baton models list`")
+models_app = typer.Typer(help="The models on this machine; lists them unless told otherwise.")
 app.add_typer(models_app, name="models")
 app.command("bench", epilog=bench_command.EXAMPLES)(bench_command.bench)
 
@@ -108,7 +108,7 @@ def chat(
     model: Annotated[str | None, typer.Option(help="Default: the one that is served.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 512,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0.0, max=2.0)] = 0.2,
     path: Annotated[str, typer.Option(help="Where prompts are computed: auto, remote or local.")] = "auto",
     say: Annotated[str | None, typer.Option(help="Ask this, print the answer, and end.")] = None,
 ) -> None:
@@ -129,6 +129,13 @@ def doctor(port: Annotated[int, typer.Option(help="The port you want to serve on
 
     if not examine(Console(highlight=False), port):
         raise typer.Exit(1)
+
+
+@models_app.callback(invoke_without_command=True)
+def models(ctx: typer.Context) -> None:
+    """The models on this machine; lists them unless told otherwise."""
+    if ctx.invoked_subcommand is None:
+        models_list()
 
 
 @models_app.command("list", epilog="Example: `baton models list`")

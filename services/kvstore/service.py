@@ -13,4 +13,4 @@ class KvstoreService(Service):
     role = "kvstore"
 
     async def start(self) -> None:
-        log.info("keeps no blocks yet: there is no reuse of prefixes and no recovery from the store in this version")
+        log.debug("keeps no blocks yet: there is no reuse of prefixes and no recovery from the store in this version")

@@ -104,7 +104,8 @@ class Display:
     def ready(self, url: str, model: str, summary: str) -> None:
         """The URL, and one line to paste into a shell."""
         self.stop()
-        body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        body = {"model": model, "temperature": 0, "max_tokens": 64, "messages": messages}
         took = time.monotonic() - self._began
         self._say(Text(f"Ready  {url}/v1  {model}  ({summary}, {took:.1f} s)", style="bold green"))
         self._say(Text(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"))

@@ -84,7 +84,7 @@ class WorkerService(Service):
         self.tasks.spawn_vital(watch.run(), "gateway-watch")
         await self.desk.start()
         pages = self._pool.layout.num_pages
-        log.info("%s: %d pages of %d tokens, %d threads", self.model_name, pages, settings.page_tokens, threads)
+        log.info("%s: %d pages of %d tokens, %d compute threads", self.model_name, pages, settings.page_tokens, threads)
 
     async def stop(self) -> None:
         if self.desk is not None:
@@ -140,6 +140,7 @@ class WorkerService(Service):
             self.model_name = "toy"
             return load_model(Path("toy"), self.settings.device)
         if self.settings.device == "cpu":
+            log.info("preparing the kernels (compiled once on a machine, in about half a minute)")
             warm_up()
         prepared = prepare(self.settings.model, self.settings.cache_dir)
         self.model_name = prepared.name

@@ -100,7 +100,10 @@ def make_plan(body: ChatBody | CompletionBody, prompts: tuple[Prompt, ...], serv
 
 def check_model(body: GenerationBody, served: Served) -> None:
     if body.model not in served.models:
-        raise ModelNotFound(f"The model '{shown(body.model)}' does not exist.", param="model")
+        served_here = " and ".join(f"'{name}'" for name in served.models)
+        raise ModelNotFound(
+            f"The model '{shown(body.model)}' does not exist; this server has {served_here}.", param="model"
+        )
 
 
 def _max_tokens(body: ChatBody | CompletionBody) -> tuple[int | None, str]:
