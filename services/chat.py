@@ -35,43 +35,53 @@ class _Answer:
 
 
 def chat(options: ChatOptions, say: str | None = None) -> None:
-    """Until /exit or the end of input; with `say`, one question. Raises ChatError."""
-    try:
-        asyncio.run(_chat(options, say))
-    except KeyboardInterrupt:
-        print()
+    """Until /exit, the end of input or Ctrl-C at the prompt; Ctrl-C in an answer stops that answer. With `say`, one
+    question. Raises ChatError.
 
-
-async def _chat(options: ChatOptions, say: str | None) -> None:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        model = options.model or await _served_model(session, options.url)
-        start = [{"role": "system", "content": options.system}] if options.system else []
-        history = list(start)
-        if say is None:
-            print(f"{model} at {options.url}   /new forgets, /exit ends", file=sys.stderr)
-        while True:
-            text = say if say is not None else await _read_line()
-            if text is None or text.strip() in ("/exit", "/quit"):
+    Lines are read between runs of the loop: a thread that reads could not be interrupted.
+    """
+    with asyncio.Runner() as runner:
+        session = runner.run(_open())
+        try:
+            model = options.model or runner.run(_served_model(session, options.url))
+            history = [{"role": "system", "content": options.system}] if options.system else []
+            if say is not None:
+                question = [*history, {"role": "user", "content": say}]
+                print(_footer(runner.run(_ask(session, options, model, question))), file=sys.stderr)
                 return
-            if text.strip() == "/new":
-                history = list(start)
-                continue
-            if not text.strip():
-                continue
+            print(f"{model} at {options.url}   /new forgets, /exit ends", file=sys.stderr)
+            _converse(runner, session, options, model, history)
+        except KeyboardInterrupt:
+            print()
+        finally:
+            runner.run(session.close())
+
+
+def _converse(
+    runner: asyncio.Runner,
+    session: aiohttp.ClientSession,
+    options: ChatOptions,
+    model: str,
+    start: list[dict[str, str]],
+) -> None:
+    history = list(start)
+    while (text := _read_line()) is not None and text.strip() not in ("/exit", "/quit"):
+        if text.strip() == "/new":
+            history = list(start)
+        elif text.strip():
             history.append({"role": "user", "content": text})
             try:
-                answer = await _ask(session, options, model, history)
-            except ChatError as error:
-                if say is not None:
-                    raise
+                answer = runner.run(_ask(session, options, model, history))
+            except (ChatError, KeyboardInterrupt) as error:
                 history.pop()
-                print(f"\n{error}", file=sys.stderr)
+                print(f"\n{error}" if isinstance(error, ChatError) else "\n(stopped)", file=sys.stderr)
                 continue
             history.append({"role": "assistant", "content": answer.text})
             print(_footer(answer), file=sys.stderr)
-            if say is not None:
-                return
+
+
+async def _open() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S))
 
 
 async def _served_model(session: aiohttp.ClientSession, url: str) -> str:
@@ -154,8 +164,8 @@ def _message(text: str) -> str:
         return text[:200]
 
 
-async def _read_line() -> str | None:
+def _read_line() -> str | None:
     try:
-        return await asyncio.to_thread(input, "\n› ")
+        return input("\n› ")
     except EOFError:
         return None

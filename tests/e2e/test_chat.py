@@ -1,0 +1,43 @@
+"""`baton chat` as somebody at a terminal uses it."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+from tests.support_cluster import RealCluster
+
+CHAT = [sys.executable, "-m", "services.cli", "chat", "--temperature", "0", "--max-tokens", "16", "--url"]
+
+
+def test_a_question_by_pipe_and_the_way_it_took(cluster: RealCluster) -> None:
+    typed = "What is the capital of France?\n/new\n/exit\n"
+    done = subprocess.run([*CHAT, cluster.url], input=typed, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert "path remote" in done.stderr
+
+
+def test_one_question_by_flag_and_a_clear_word_where_nothing_answers(cluster: RealCluster) -> None:
+    said = ["--say", "What is the capital of France?"]
+    done = subprocess.run([*CHAT, cluster.url, *said], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Paris" in done.stdout) == (0, True), done.stderr
+    nobody = subprocess.run(
+        [*CHAT, "http://127.0.0.1:9", *said], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert nobody.returncode == 1
+    assert "baton up" in nobody.stderr
+    assert "Traceback" not in nobody.stderr
+
+
+def test_ctrl_c_at_the_prompt_ends_it(cluster: RealCluster) -> None:
+    ours, theirs = pty.openpty()
+    chat = subprocess.Popen([*CHAT, cluster.url], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while "›".encode() not in shown:
+        shown += os.read(ours, 1024)
+    chat.send_signal(signal.SIGINT)
+    assert chat.wait(10) == 0
+    os.close(ours)
