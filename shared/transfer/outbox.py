@@ -20,6 +20,8 @@ from shared.transfer.link import Piece, Receipt, TicketKey
 
 _PER_PEER = 2
 _MAX_THREADS = 16
+_IDLE_S = 5.0
+"""How long a channel that nobody uses stays open for the next hand-off to the same peer."""
 T = TypeVar("T")
 
 
@@ -93,6 +95,7 @@ class Outbox:
         for peer in self._peers.values():
             for _, channel in peer.idle:
                 channel.close()
+            peer.idle.clear()
         self._peers.clear()
         self._threads.shutdown(wait=False)
 
@@ -114,7 +117,7 @@ class Outbox:
                     channel.close()
                     self.counters[f"failed_{backend.name}"] += 1
                     raise
-                peer.idle.append((backend, channel))
+                self._keep(peer, (backend, channel))
                 return digests
         finally:
             peer.users -= 1
@@ -139,6 +142,17 @@ class Outbox:
             for piece in manifest.pieces
         )
         return digests
+
+    def _keep(self, peer: _Peer, entry: tuple[Backend, Channel]) -> None:
+        """Leaves a channel open for a while: a connection costs more than a small hand-off."""
+
+        def expire() -> None:
+            if any(kept is entry for kept in peer.idle):
+                peer.idle.remove(entry)
+                entry[1].close()
+
+        peer.idle.append(entry)
+        asyncio.get_running_loop().call_later(_IDLE_S, expire)
 
     async def _channel(self, peer: _Peer, address: LinkAddress) -> tuple[Backend, Channel]:
         while peer.idle:
