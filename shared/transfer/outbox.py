@@ -147,7 +147,7 @@ class Outbox:
         """Leaves a channel open for a while: a connection costs more than a small hand-off."""
 
         def expire() -> None:
-            if any(kept is entry for kept in peer.idle):
+            if entry in peer.idle:  # not in use again, and not dropped meanwhile
                 peer.idle.remove(entry)
                 entry[1].close()
 
