@@ -200,11 +200,9 @@ def _ended_at_first(record: Commit) -> bool:
 async def _release(d: DecodeFlow, ticket: DecodeTicket) -> None:
     """Quarantine: first no writer may be left, then no step; only then are the pages free."""
     ticket.end("peer_lost", "the decode worker is shutting down", by="decode")  # nothing new where the end is known
-    try:
-        if ticket.order.prefill is not None:
-            await d.link.fence(ticket.key)
-    finally:
-        await d.engine.retire(ticket.key)
+    if ticket.order.prefill is not None:
+        await d.link.fence(ticket.key)  # if this fails there is no proof, and the pages stay held
+    await d.engine.retire(ticket.key)
     if not ticket.commit_answer.done():
         cause = ticket.state.cause or Cause("dead_room")
         status = CommitStatus.FAILED if cause.failed else CommitStatus.DEAD

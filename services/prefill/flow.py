@@ -172,10 +172,8 @@ def _all_finished(chunk: ChunkDone) -> bool:
 async def _release(p: PrefillFlow, ticket: PrefillTicket) -> None:
     """Quarantine: first no reader may be left, then no step; only then are the pages free."""
     ticket.end("peer_lost", "the prefill worker is shutting down", by="prefill")  # nothing new where the end is known
-    try:
-        await p.link.forget(ticket.key)
-    finally:
-        await p.engine.retire(ticket.key)
+    await p.link.forget(ticket.key)  # if this fails there is no proof, and the pages stay held
+    await p.engine.retire(ticket.key)
     if not ticket.destination.done():
         ticket.destination.cancel()
     ticket.apply(Quiesced(ticket.key.generation))

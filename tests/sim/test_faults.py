@@ -352,3 +352,24 @@ def test_a_prefill_worker_that_freezes_between_token_0_and_the_commit_is_noticed
             await cluster.settle()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_proof_that_nobody_touches_them_pages_stay_held(role: str) -> None:
+    async def scenario() -> None:
+        async def no_proof(*_: object) -> None:
+            raise RuntimeError("the sidecar did not say")
+
+        async with Cluster() as cluster:
+            worker = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
+            proof = "forget" if role == "prefill" else "fence"
+            real = getattr(worker.link, proof)
+            setattr(worker.link, proof, no_proof)
+            await cluster.ask(prompt_of(13), timeout_s=5, **SAMPLING)
+            await asyncio.sleep(10)
+            total, free, _ = worker.engine.pages()
+            setattr(worker.link, proof, real)
+            assert free < total
+            assert cluster.task_failures
+
+    run_virtual(scenario())
