@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) -c ops/constraints.txt
 # Arguments of `baton up`, as in `make up ARGS="--decode 2 --port 8080"`.
 ARGS   ?=
+# How many simulated clusters `make sim` runs.
+SEEDS  ?= 2000
 
 # Idle compute threads sleep: a laptop runs several workers on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
@@ -37,8 +39,8 @@ lint: $(VENV)/.installed-dev ## ruff, the import contracts, and whether the diag
 types: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy
 
-sim: $(VENV)/.installed-dev ## the whole cluster in one process, on virtual time
-	$(BIN)/python -m pytest tests/sim
+sim: $(VENV)/.installed-dev ## the whole cluster on virtual time under faults; SEEDS=100000 for more
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) $(ARGS)
 
 e2e: $(VENV)/.installed-dev ## real processes, the slow tests included
 	$(BIN)/python -m pytest tests/e2e

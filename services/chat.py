@@ -24,6 +24,7 @@ class ChatOptions:
     max_tokens: int = 512
     temperature: float = 0.2
     path: str = "auto"
+    api_key: str | None = None
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ def chat(options: ChatOptions, say: str | None = None) -> None:
     Lines are read between runs of the loop: a thread that reads could not be interrupted.
     """
     with asyncio.Runner() as runner:
-        session = runner.run(_open())
+        session = runner.run(_open(options.api_key))
         try:
             model = options.model or runner.run(_served_model(session, options.url))
             history = [{"role": "system", "content": options.system}] if options.system else []
@@ -80,13 +81,17 @@ def _converse(
             print(_footer(answer), file=sys.stderr)
 
 
-async def _open() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S))
+async def _open(api_key: str | None) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, headers=headers)
 
 
 async def _served_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get(f"{url}/v1/models") as response:
+            if response.status == 401:
+                raise ChatError(f"{url} wants an API key: give it with --api-key or OPENAI_API_KEY")
             if response.status != 200:
                 raise ChatError(f"{url} answers {response.status}: {(await response.text())[:200]}")
             return str((await response.json())["data"][0]["id"])

@@ -87,13 +87,20 @@ def up(
     epilog="Examples: `baton serve decode --help`; `baton serve decode --nats-url nats://10.0.0.5:4222 --threads 8`",
 )
 def serve(ctx: typer.Context, role: Annotated[str, typer.Argument(help="What to run.")] = "") -> None:
-    """Runs one process: gateway, prefill, decode, kvstore or sidecar.
+    """Runs one process: gateway, prefill, decode or kvstore. A worker starts its sidecar itself.
 
     Its settings come from flags, from BATON_ROLE_FIELD and BATON_FIELD, and from the TOML file BATON_CONFIG names.
     `baton serve ROLE --help` lists them.
     """
     from shared.runtime.settings import ROLES
 
+    if role == "sidecar" and not {"-h", "--help", "--control-fd"} & {arg.partition("=")[0] for arg in ctx.args}:
+        raise _fail(
+            ValueError(
+                "a sidecar is started by its worker and ends with it; its settings go to the worker, as "
+                "BATON_SIDECAR_<FIELD> (`baton serve sidecar --help` lists them)"
+            )
+        )
     if role in ("", "-h", "--help"):
         typer.echo(ctx.get_help())
         raise typer.Exit(0)
@@ -111,13 +118,16 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0.0, max=2.0)] = 0.2,
     path: Annotated[str, typer.Option(help="Where prompts are computed: auto, remote or local.")] = "auto",
     say: Annotated[str | None, typer.Option(help="Ask this, print the answer, and end.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Where the gateway wants one.", show_default=False)
+    ] = None,
 ) -> None:
     """Talks to a running cluster; each answer says which way it took. /exit ends, /new forgets what was said."""
     from services.chat import ChatError, ChatOptions
     from services.chat import chat as run
 
     try:
-        run(ChatOptions(url.rstrip("/"), model, system, max_tokens, temperature, path), say)
+        run(ChatOptions(url.rstrip("/"), model, system, max_tokens, temperature, path, api_key), say)
     except ChatError as error:
         raise _fail(error) from error
 

@@ -93,16 +93,7 @@ class RealCluster:
         env = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *self.entry,
-                    "up",
-                    "--port",
-                    "0",
-                    "--state-dir",
-                    self.state_dir,
-                    *self._flags,
-                ],
+                [sys.executable, *self.entry, "up", "--port", "0", *self._flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.log_file.parent,
@@ -202,7 +193,7 @@ class RealCluster:
         Returns its pid."""
         self._note_family()
         if name == "nats-server":
-            pid = next(p.pid for p in self._family.values() if is_alive(p) and p.name() == "nats-server")
+            pid = poll(self._nats_pid, "no nats-server", 15.0)
         else:
             pid = poll(lambda: self._live_pid(name), f"no {name} in {self.url}/cluster", 15.0)
             self._note_family()
@@ -254,7 +245,7 @@ class RealCluster:
                 counts = worker[kind]
                 if counts is not None and counts["free"] != counts["total"]:
                     found.append(f"{name}: {kind} {counts}")
-            found += [f"{name}: {k} {n} in queue" for k, n in worker["queues"].items() if n]
+            found += [f"{name}: {k} {n} in queue" for k, n in worker["queues"].items() if n and k != "breakers_open"]
             found += [f"{name}: {n} tickets {k}" for k, n in worker["tickets"].items() if n]
         return found
 
@@ -278,6 +269,10 @@ class RealCluster:
     def _live_pid(self, name: str) -> int | None:
         report = self.worker(name)
         return int(report["pid"]) if report is not None and psutil.pid_exists(report["pid"]) else None
+
+    def _nats_pid(self) -> int | None:
+        self._note_family()
+        return next((p.pid for p in self._family.values() if is_alive(p) and p.name() == "nats-server"), None)
 
     def _warm_up(self) -> None:
         """Several at once, so that every pair of workers gets some."""

@@ -1,7 +1,7 @@
 """python -m services.decode"""
 
 from services.decode.service import DecodeService
-from shared.runtime.service import main
+from shared.runtime.process import main
 from shared.runtime.settings import DecodeSettings
 
 if __name__ == "__main__":

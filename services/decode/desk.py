@@ -7,7 +7,7 @@ from services.decode import flow
 from services.decode.loop import TokenOutbox
 from services.decode.ticket import DecodeTicket
 from shared.engine.api import Engine
-from shared.machines.stepping import FINISHED
+from shared.machines.stepping import FINISHED, Cause
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Cancel,
@@ -90,14 +90,21 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
         """Tokens from k, of a live ticket or of one that ended a short while ago."""
         ticket = self.tickets.addressed(wanted)
         if ticket is not None:
-            status, entries = ReplayStatus.LIVE, tuple(ticket.entry(c, 0) for c in range(len(ticket.choices)))
+            cause = ticket.state.cause
+            entries = tuple(ticket.entry(c, 0) for c in range(len(ticket.choices)))
         else:
-            status, entries = ReplayStatus.ENDED, self.logs.get(wanted.room) or ()
-            if not entries or entries[0].generation != wanted.generation:
+            cause, entries = self.tickets.end_of(wanted), self.logs.get(wanted.room) or ()
+            if cause is None:
                 return ReplayReply(status=ReplayStatus.UNKNOWN)
         each = max(1, _REPLAY_TOKENS // max(1, len(wanted.wanted)))
         parts = tuple(_cut(entries[c], k, k + each) for c, k in wanted.wanted if c < len(entries))
-        return ReplayReply(status=status, entries=parts)
+        if cause is None:
+            return ReplayReply(status=ReplayStatus.LIVE, entries=parts)
+        if not cause.failed:
+            return ReplayReply(status=ReplayStatus.ENDED, entries=parts)
+        return ReplayReply(
+            status=ReplayStatus.ENDED, entries=parts, code=cause.code, message=cause.message, by=cause.by
+        )
 
     async def on_cancel(self, order: Cancel) -> Verdict:
         """Also ends a single choice."""
@@ -109,9 +116,12 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
         return Verdict(ok=True)
 
     async def on_fail(self, notice: Fail) -> Verdict:
-        """P gave the ticket up; once D has taken over P has no part in it any more."""
+        """P gave the ticket up; once D has taken over P has no part in it any more. What we have not heard of yet can
+        never begin."""
         ticket = self.tickets.addressed(notice)
-        if ticket is not None and not ticket.state.committed:
+        if ticket is None:
+            self.tickets.bury(notice, Cause(notice.code, notice.message, by="prefill"))
+        elif not ticket.state.committed:
             ticket.end(notice.code, notice.message, by="prefill")
         return Verdict(ok=True)
 

@@ -26,6 +26,7 @@ from shared.runtime.deps import Deps
 from shared.runtime.errors import (
     BatonError,
     Corrupt,
+    PeerLost,
     ProtocolError,
     TransferTimeout,
     UnknownRoom,
@@ -73,6 +74,7 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes)
                     await _publish_destination(d, ticket)
                     record = await _await_record(d, ticket)
+                    _check_record(ticket, record)
                     if not _ended_at_first(record):
                         await _await_bytes(d, ticket, record)
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
@@ -81,7 +83,7 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                 await ticket.all_done.wait()
         ticket.end(FINISHED)
     except BatonError as error:
-        ticket.end(error.code, error.message, by="decode")
+        ticket.end(error.code, error.message, by=error.by or "decode")
     except Exception as error:
         ticket.end("internal_error", type(error).__name__, by="decode")
         raise
@@ -132,7 +134,11 @@ async def _send_destination(d: DecodeFlow, ticket: DecodeTicket, prefill: str) -
         secret=ticket.secret,
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
-    return await ask(d.deps.bus, d.deps.clock, where, destination, DestinationReply, deadline=ticket.deadline)
+    try:
+        return await ask(d.deps.bus, d.deps.clock, where, destination, DestinationReply, deadline=ticket.deadline)
+    except PeerLost as error:
+        error.by = "prefill"
+        raise
 
 
 async def _await_record(d: DecodeFlow, ticket: DecodeTicket) -> Commit:
@@ -147,12 +153,18 @@ async def _await_record(d: DecodeFlow, ticket: DecodeTicket) -> Commit:
             raise _refusal(reply)
 
 
-async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
-    """Compares our own sidecar's counts and digests with the record; raises Corrupt, naming the component."""
+def _check_record(ticket: DecodeTicket, record: Commit) -> None:
+    """Raises ProtocolError unless it speaks of this prompt and has token 0 of each choice."""
     if record.prompt_len != len(ticket.order.prompt):
         raise ProtocolError(
             f"the record speaks of {record.prompt_len} tokens, the prompt has {len(ticket.order.prompt)}"
         )
+    if [first.choice for first in record.first] != list(range(len(ticket.choices))):
+        raise ProtocolError(f"the record has not one token for each of {len(ticket.choices)} choices, in order")
+
+
+async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
+    """Compares our own sidecar's counts and digests with the record; raises Corrupt, naming the component."""
     give_up = d.deps.clock.now() + d.settings.landing_s
     while True:
         landed = await d.link.received(ticket.key)
@@ -190,7 +202,10 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
 
 
 def _refusal(reply: DestinationReply) -> BatonError:
-    return error_from_code(reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket")
+    """P's own end, whatever its reason: it need not be told."""
+    error = error_from_code(reply.code or "dead_room", reply.message or "the prefill worker has ended this ticket")
+    error.by = "prefill"
+    return error
 
 
 def _ended_at_first(record: Commit) -> bool:

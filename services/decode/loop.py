@@ -72,6 +72,6 @@ class TokenOutbox:
         message = Tokens(sender=self._deps.peer, entries=entries, timings=timings)
         try:
             await self._deps.bus.publish(subjects.subject("gateway", gateway, subjects.TOKENS), encode(message))
-        except BusError:
+        except (BusError, ValueError):  # ValueError: more than a message holds
             # The gateway notices the gap or the silence and asks for a replay.
             self._deps.counters.add("token_messages_unsent")

@@ -9,13 +9,16 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from services.gateway.api.auth import auth_middleware
 from services.gateway.api.completions import Completions
 from services.gateway.api.context import add_headers
+from services.gateway.api.guests import Guests
 from services.gateway.api.limits import HttpLimits
 from services.gateway.api.metrics import HttpMetrics
 from services.gateway.api.middleware import error_middleware
 from services.gateway.api.status import Status
 from services.gateway.generation import Generator
+from services.gateway.keys import Keyring
 from shared.text.tokenizer import TextModel
 
 DISTRIBUTION = "baton-serving"
@@ -33,7 +36,8 @@ class GatewayDeps:
     """What the HTTP side is given. It owns none of it.
 
     model_names: what clients may ask for; each is listed. health: None while requests can be served, else why not.
-    cluster: the body of GET /cluster. registry: the process's own. now: seconds since 1970, for `created`.
+    cluster: the body of GET /cluster. registry: the process's own. guests: who is being served; its owner ends them.
+    keys: who may ask; None: everybody. now: seconds since 1970, for `created`.
     """
 
     generator: Generator
@@ -44,6 +48,8 @@ class GatewayDeps:
     health: Callable[[], str | None]
     cluster: Callable[[], Mapping[str, Any]]
     limits: HttpLimits = field(default_factory=HttpLimits)
+    guests: Guests = field(default_factory=Guests)
+    keys: Keyring | None = None
     version: str = field(default_factory=installed_version)
     now: Callable[[], float] = time.time
 
@@ -51,10 +57,11 @@ class GatewayDeps:
 def create_app(deps: GatewayDeps) -> web.Application:
     """To be served by `create_runner`: clients that leave are noticed only there."""
     metrics = HttpMetrics(deps.registry)
-    app = web.Application(client_max_size=deps.limits.body_bytes, middlewares=[error_middleware(metrics)])
+    doors = [error_middleware(metrics), *([] if deps.keys is None else [auth_middleware(deps.keys)])]
+    app = web.Application(client_max_size=deps.limits.body_bytes, middlewares=doors)
     app.on_response_prepare.append(add_headers)
     completions = Completions(
-        deps.generator, deps.text, deps.model_names, deps.max_model_len, deps.limits, metrics, deps.now
+        deps.generator, deps.text, deps.model_names, deps.max_model_len, deps.limits, metrics, deps.now, deps.guests
     )
     status = Status(
         deps.model_names, deps.max_model_len, deps.registry, deps.health, deps.cluster, deps.version, deps.now

@@ -13,13 +13,16 @@ from shared.protocol.messages import Prefill, Reserve, WireModel
 
 @dataclass(slots=True)
 class Attempt:
-    """state: its machine. box: what arrives for it. stopped: choices that the text side ended."""
+    """state: its machine. box: what arrives for it. stopped: choices that the text side ended. proven: D has taken
+    over, so both legs work."""
 
     state: machine.Attempt
     box: Letterbox
+    began_at: float
     stopped: set[int] = field(default_factory=set)
     route: Route | None = None
     cancel_legs: bool = False
+    proven: bool = False
 
     @property
     def room(self) -> int:
@@ -36,6 +39,11 @@ class Attempt:
     @property
     def done(self) -> bool:
         return all(finished or c in self.stopped for c, finished in enumerate(self.box.finished))
+
+    @property
+    def may_start_over(self) -> bool:
+        """A leg failed while the client has nothing yet: what has arrived is dropped, and another attempt sends it."""
+        return self.box.failure is not None and self.state.retryable and not all(self.box.finished)
 
     def apply(self, event: Event) -> None:
         step = machine.step(self.state, event)
@@ -55,7 +63,7 @@ class Order:
 
 
 def orders_of(
-    request: GenerationRequest, attempt: Attempt, route: Route, gateway: str, remaining_s: float
+    request: GenerationRequest, attempt: Attempt, route: Route, gateway: str, remaining_s: float, waited_s: float
 ) -> tuple[Order, ...]:
     """Reserve for D, and where a P computes the prompt, prefill for it; each names the other leg."""
     decode, prefill = route.decode.peer, route.prefill.peer if route.prefill is not None else None
@@ -70,6 +78,7 @@ def orders_of(
         prompt=request.prompt,
         sampling=request.sampling,
         remaining_s=remaining_s,
+        waited_s=waited_s,
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:
@@ -84,5 +93,6 @@ def orders_of(
         prompt=request.prompt,
         sampling=request.sampling,
         remaining_s=remaining_s,
+        waited_s=waited_s,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))

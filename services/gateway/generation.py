@@ -10,11 +10,14 @@ from typing import Literal, Protocol
 from shared.protocol.messages import FinishReason, SamplingSpec, TokenLogprob
 
 PathPolicy = Literal["auto", "remote", "local"]
+DEFAULT_TENANT = "default"
+"""Whose requests are where no API keys are set."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and its n choices. sampling.seed is set by the gateway where the client gave none."""
+    """One prompt and its n choices. sampling.seed is set by the gateway where the client gave none. tenant: by the API
+    key."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -22,6 +25,7 @@ class GenerationRequest:
     path: PathPolicy = "auto"
     strict: bool = False
     timeout_s: float = 600.0
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 
 from services.gateway.generation import TokenEvent
 from shared.machines.stepping import Cause
-from shared.protocol.messages import Fail, TicketTimings, TokenEntry, Tokens, Verdict
+from shared.protocol.messages import Fail, RollCall, RollCallReply, TicketTimings, TokenEntry, Tokens, Verdict
 from shared.runtime.counters import Counters
+from shared.runtime.errors import PeerLost
 
 
 @dataclass(slots=True)
 class Letterbox:
     """What arrived for one attempt and was not taken yet. expected: the next index of each choice. gap: a choice has a
-    hole that only a replay can fill. failure: the first cause a leg reported. senders: who has sent tokens."""
+    hole that only a replay can fill. failure: the first cause a leg reported. senders: who has sent tokens. legs: who
+    serves it, by role."""
 
     generation: int
     expected: list[int]
@@ -26,6 +28,7 @@ class Letterbox:
     failure: Cause | None = None
     timings: TicketTimings | None = None
     senders: set[str] = field(default_factory=set)
+    legs: dict[str, str] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, entry: TokenEntry) -> int:
@@ -56,6 +59,17 @@ class Letterbox:
         if taken:
             self.wake.set()
         return taken
+
+    @property
+    def taken_over(self) -> bool:
+        """D speaks: it has the state, and P has no part in the request any more."""
+        return self.legs.get("decode") in self.senders
+
+    def lose(self, peer: str) -> None:
+        """That process is gone. If a leg still needed it, that is why the attempt failed."""
+        for role, name in self.legs.items():
+            if name == peer and not (role == "prefill" and self.taken_over):
+                self.fail(Cause(PeerLost.code, f"the {role} worker {peer} is gone", by=role))
 
     async def arrived(self) -> None:
         """Until there is a token, or a failure."""
@@ -108,8 +122,20 @@ class Inbox:
         if box is None:
             self._counters.add("late_fail")
         else:
-            box.fail(Cause(notice.code, notice.message, by=notice.sender))
+            box.fail(Cause(notice.code, notice.message, by=notice.by))
         return Verdict(ok=True)
+
+    async def on_roll_call(self, question: RollCall) -> RollCallReply:
+        """A worker asks which of its tickets are over."""
+        return RollCallReply(gone=tuple(room for room in question.rooms if room not in self._boxes))
+
+    def peers(self) -> list[tuple[str, str]]:
+        """(role, peer) of everybody who serves an open room."""
+        return list(dict.fromkeys(leg for box in self._boxes.values() for leg in box.legs.items()))
+
+    def lose(self, peer: str) -> None:
+        for box in self._boxes.values():
+            box.lose(peer)
 
     def _box(self, room: int, generation: int) -> Letterbox | None:
         box = self._boxes.get(room)

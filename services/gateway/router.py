@@ -1,12 +1,14 @@
 """Which workers serve a request: pure functions over a snapshot of reports, so that they can be replayed.
 
-Default policy: P by least work ahead of the prompt, D by most free pages; nobody is chosen without announced room.
+Default policy: P by least work ahead of the prompt, D by most free pages; nobody is chosen without announced room, and
+nobody whose circuit breaker is open while another can be chosen or waited for.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.gateway.breaker import Key, usable
 from services.gateway.generation import PathPolicy
 from services.gateway.workers import Worker
 from shared.runtime.errors import NoWorker
@@ -40,36 +42,84 @@ class Route:
     def path(self) -> str:
         return "local" if self.prefill is None else "remote"
 
+    @property
+    def legs(self) -> dict[str, Key]:
+        """role -> (peer, leg), as circuit breakers count them."""
+        if self.prefill is None:
+            return {"decode": (self.decode.peer, "local")}
+        return {"decode": (self.decode.peer, "decode"), "prefill": (self.prefill.peer, "prefill")}
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The workers at one moment. refused: peers that said no since their last report, or whose room is kept for an
+    earlier request. shut: legs that should be left alone, and how bad they are."""
+
+    prefills: Sequence[Worker]
+    decodes: Sequence[Worker]
+    refused: frozenset[str] = frozenset()
+    shut: Mapping[Key, tuple[int, float]] = field(default_factory=dict)
+
 
 class Policy(Protocol):
-    def choose(
-        self, demand: Demand, prefills: Sequence[Worker], decodes: Sequence[Worker], refused: frozenset[str]
-    ) -> Route | None:
-        """A route, None where room has to be waited for, or NoWorker where waiting cannot help. `refused`: peers that
-        said no since their last report."""
+    def choose(self, demand: Demand, fleet: Fleet) -> Route | None:
+        """A route, None where room has to be waited for, or NoWorker where waiting cannot help."""
+
+    def aim(self, demand: Demand, fleet: Fleet) -> Route | None:
+        """Where the request will most likely go once there is room: whose room is worth keeping for it."""
 
 
 class DefaultPolicy:
     """See the module's docstring."""
 
-    def choose(
-        self, demand: Demand, prefills: Sequence[Worker], decodes: Sequence[Worker], refused: frozenset[str]
-    ) -> Route | None:
-        if not decodes:
-            raise NoWorker("no decode worker is alive", retry_after_s=1.0)
-        wants_remote = demand.path == "remote" or (demand.path == "auto" and (demand.strict or bool(prefills)))
-        if wants_remote and not prefills:
-            raise NoWorker("no prefill worker is alive and this request must not take another path", retry_after_s=1.0)
-        decode = choose_decode(demand, [w for w in decodes if w.peer not in refused])
+    def choose(self, demand: Demand, fleet: Fleet) -> Route | None:
+        decodes, prefills = _candidates(demand, fleet)
+        decode = choose_decode(demand, [w for w in decodes if w.peer not in fleet.refused])
         if decode is None:
             return None
-        if not wants_remote:
+        if prefills is None:
             return Route(decode, None)
-        matching = [w for w in prefills if w.report.identity == decode.report.identity]
-        if not matching:
-            raise NoWorker("no prefill worker holds the model of the decode worker", retry_after_s=1.0)
-        prefill = choose_prefill(demand, [w for w in matching if w.peer not in refused])
+        matching = _matching(decode, prefills, fleet)
+        prefill = choose_prefill(demand, [w for w in matching if w.peer not in fleet.refused])
         return None if prefill is None else Route(decode, prefill)
+
+    def aim(self, demand: Demand, fleet: Fleet) -> Route | None:
+        decodes, prefills = _candidates(demand, fleet)
+        decode = _roomiest(demand, decodes)
+        if decode is None:
+            return None
+        if prefills is None:
+            return Route(decode, None)
+        prefill = _roomiest(demand, _matching(decode, prefills, fleet))
+        return None if prefill is None else Route(decode, prefill)
+
+
+def _candidates(demand: Demand, fleet: Fleet) -> tuple[Sequence[Worker], Sequence[Worker] | None]:
+    """Ds, and Ps if the path is remote; NoWorker where there is none."""
+    if not fleet.decodes:
+        raise NoWorker("no decode worker is alive", retry_after_s=1.0)
+    is_remote = demand.path == "remote" or (demand.path == "auto" and (demand.strict or bool(fleet.prefills)))
+    if is_remote and not fleet.prefills:
+        raise NoWorker("no prefill worker is alive and this request must not take another path", retry_after_s=1.0)
+    decodes = usable(fleet.decodes, "decode" if is_remote else "local", fleet.shut, _peer)
+    return decodes, fleet.prefills if is_remote else None
+
+
+def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Sequence[Worker]:
+    """The Ps that can hand over to this D."""
+    matching = [w for w in prefills if w.report.identity == decode.report.identity]
+    if not matching:
+        raise NoWorker("no prefill worker holds the model of the decode worker", retry_after_s=1.0)
+    return usable(matching, "prefill", fleet.shut, _peer)
+
+
+def _roomiest(demand: Demand, workers: Sequence[Worker]) -> Worker | None:
+    fit = [w for w in workers if could_fit(w, demand)]
+    return max(fit, key=lambda w: (w.free_pages, w.peer), default=None)
+
+
+def _peer(worker: Worker) -> str:
+    return worker.peer
 
 
 def choose_prefill(demand: Demand, prefills: Sequence[Worker]) -> Worker | None:
@@ -97,14 +147,18 @@ def _able(demand: Demand, workers: Sequence[Worker]) -> list[Worker]:
     """Those with room now. Where the request could never fit any of them they are asked all the same, because only a
     worker itself can say so, and waiting would hold up everybody behind. A worker with preempted requests takes no new
     ones."""
-    if any(w.total_pages >= pages_wanted(w, demand) and w.total_slots >= _slots_wanted(w, demand) for w in workers):
-        able = [w for w in workers if _has_room(w, demand)]
-    else:
-        able = list(workers)
+    never = not any(could_fit(w, demand) for w in workers)
+    able = [w for w in workers if never or has_room(w, demand)]
     return [w for w in able if w.peer not in demand.avoid] or able
 
 
-def _has_room(worker: Worker, demand: Demand) -> bool:
+def could_fit(worker: Worker, demand: Demand) -> bool:
+    """If it were empty."""
+    return worker.total_pages >= pages_wanted(worker, demand) and worker.total_slots >= _slots_wanted(worker, demand)
+
+
+def has_room(worker: Worker, demand: Demand) -> bool:
+    """As announced."""
     has_slots = worker.free_slots >= _slots_wanted(worker, demand)
     is_calm = not worker.report.queues.get("preempted")
     return has_slots and is_calm and worker.free_pages >= pages_wanted(worker, demand)

@@ -4,8 +4,8 @@ A report that arrives after a worker's yes already counts what was granted, beca
 publisher; until then the grant stands in the gateway's own ledger.
 """
 
-import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.bus.base import Bus, Message, Subscription
@@ -17,6 +17,8 @@ from shared.runtime.counters import Counters
 _SWEEP_S = 0.25
 _BURIED = 1024
 """Replaced incarnations that are remembered, so that a late report of theirs does not bring them back."""
+_MOST_WORKERS = 1024
+"""Processes that are known at once. More can only be noise; what is silent is soon forgotten anyway."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Worker:
     @property
     def free_pages(self) -> int:
         pages = self.report.pages
-        return 0 if pages is None else max(0, pages.free - sum(self.pending.values()))
+        return 0 if pages is None else max(0, pages.free + pages.yieldable - sum(self.pending.values()))
 
     @property
     def total_pages(self) -> int:
@@ -48,7 +50,7 @@ class Worker:
     @property
     def free_slots(self) -> int:
         slots = self.report.slots
-        return 1 if slots is None else max(0, slots.free - len(self.pending))
+        return 1 if slots is None else max(0, slots.free + slots.yieldable - len(self.pending))
 
     def pages_for(self, num_tokens: int) -> int:
         page_tokens = self.report.geometry.page_tokens if self.report.geometry is not None else 1
@@ -56,7 +58,8 @@ class Worker:
 
 
 class WorkerRegistry:
-    """Live processes by peer name. `wait_changed` wakes whoever waits for capacity."""
+    """Live processes by peer name. on_change: called when there may be capacity. on_gone: called with a peer that is
+    surely gone, not merely silent."""
 
     def __init__(self, clock: Clock, counters: Counters, worker_timeout_s: float) -> None:
         self._clock = clock
@@ -66,7 +69,8 @@ class WorkerRegistry:
         self.deaf_at = float("-inf")
         """When nobody could be heard last: what was not answered around then says nothing about a worker."""
         self._buried: deque[str] = deque(maxlen=_BURIED)
-        self._changed = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_gone: Callable[[str], None] = lambda peer: None
         self._subscription: Subscription | None = None
 
     async def start(self, bus: Bus) -> None:
@@ -79,9 +83,14 @@ class WorkerRegistry:
 
     async def _on_heartbeat(self, message: Message) -> None:
         try:
-            self.observe(decode(WorkerReport, message.data))
+            report = decode(WorkerReport, message.data)
         except MalformedMessage:
             self._counters.add("malformed_heartbeat")
+            return
+        if message.subject != subjects.subject(report.role, report.peer, subjects.HEARTBEAT):
+            self._counters.add("malformed_heartbeat")
+            return
+        self.observe(report)
 
     def observe(self, report: WorkerReport) -> None:
         """Takes a report in. An older one than the newest changes nothing; a new boot id buries the earlier process."""
@@ -94,6 +103,10 @@ class WorkerRegistry:
             for peer in [p for p, w in self._workers.items() if (w.report.role, w.report.id) == same]:
                 del self._workers[peer]
                 self._buried.append(peer)
+                self.on_gone(peer)
+            if len(self._workers) >= _MOST_WORKERS:
+                self._counters.add("surplus_heartbeats")
+                return
             self._workers[report.peer] = Worker(report, self._clock.now())
         elif report.sequence > known.report.sequence:
             known.report = report
@@ -101,7 +114,10 @@ class WorkerRegistry:
             for room in known.granted:
                 known.pending.pop(room, None)
             known.granted.clear()
-        self._wake()
+        else:
+            self._counters.add("late_heartbeat")
+            return
+        self.on_change()
 
     async def watch(self, bus: Bus, me: str) -> None:
         """Sweeps until cancelled, by time and not by traffic. `me`: this gateway, whose own heartbeats come round by
@@ -126,7 +142,7 @@ class WorkerRegistry:
             del self._workers[peer]
             self._counters.add("workers_lost")
         if lost:
-            self._wake()
+            self.on_change()
 
     def touch_all(self, but: str = "") -> None:
         """The bus was away, or we stood still: silence says nothing."""
@@ -138,13 +154,18 @@ class WorkerRegistry:
         """The bus says that nobody listens there."""
         if self._workers.pop(peer, None) is not None:
             self._counters.add("workers_lost")
-            self._wake()
+            self.on_gone(peer)
+            self.on_change()
 
     def ready(self, role: str) -> list[Worker]:
         return [w for w in self._workers.values() if w.report.role == role and w.report.state == "ready"]
 
     def all(self) -> list[Worker]:
         return sorted(self._workers.values(), key=lambda w: (w.report.role, w.report.id))
+
+    def is_shared(self) -> bool:
+        """Whether several gateways compete for these workers. Our own reports come round as well."""
+        return len(self.ready("gateway")) > 1
 
     def is_alive(self, peer: str) -> bool:
         return peer in self._workers
@@ -160,18 +181,5 @@ class WorkerRegistry:
             return
         if granted:
             worker.granted.add(room)
-        else:
-            worker.pending.pop(room, None)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait_changed(self, timeout_s: float) -> None:
-        """Until something changed or the time is over."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
-        except TimeoutError:
-            return
+        elif worker.pending.pop(room, None) is not None:
+            self.on_change()

@@ -1,7 +1,7 @@
 """python -m services.kvstore"""
 
 from services.kvstore.service import KvstoreService
-from shared.runtime.service import main
+from shared.runtime.process import main
 from shared.runtime.settings import KvstoreSettings
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from services.launcher.errors import LaunchError
+from services.launcher.log_file import LogFile
 from services.launcher.plan import ProcessSpec
 from shared.runtime.end_with_parent import end_with_parent
-from shared.runtime.service import EXIT_CONFIG
+from shared.runtime.process import EXIT_CONFIG
 
 Phase = Literal["start", "load", "ready", "restart", "ended"]
 OnLine = Callable[[str, str], None]
@@ -102,7 +103,7 @@ class Child:
         self._last.clear()
         # A pipe of our own: asyncio's would hide the death of the process while what it started holds it open.
         reading_end, writing_end = os.pipe()
-        with FileIO(reading_end) as pipe, self._log_file.open("ab") as log:
+        with FileIO(reading_end) as pipe, LogFile(self._log_file) as log:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self.spec.argv,
@@ -130,14 +131,13 @@ class Child:
                 self.pid = None
         return status
 
-    async def _read(self, pipe: FileIO, log: BinaryIO) -> None:
+    async def _read(self, pipe: FileIO, log: LogFile) -> None:
         stream, rest = asyncio.StreamReader(), b""
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         try:
             while chunk := await stream.read(1 << 16):
                 log.write(chunk)
-                log.flush()
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     self._take(line)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import logging
+import secrets
 import signal
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -21,10 +21,9 @@ from shared.protocol import subjects
 from shared.protocol.messages import MalformedMessage, WorkerReport, decode
 from shared.runtime.tasks import TaskOwner
 
-log = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 900.0
 _WATCH_S = 0.1
+_HEALTH_TIMEOUT_S = 5.0
 _END_ORDER = (("gateway",), ("prefill", "decode"), ("kvstore",))
 
 
@@ -37,7 +36,8 @@ class Cluster:
         self._on_phase = on_phase
         self._restart = restart
         self._tasks = TaskOwner()
-        self._nats = NatsServer(state_dir.path / "nats")
+        # Whoever can talk to it can read every prompt and end every request, so other users of the host cannot.
+        self._nats = NatsServer(state_dir.path / "nats", user="baton", password=secrets.token_urlsafe(24))
         self._bus: Bus | None = None
         self._ending = False
         self._heard = asyncio.Event()
@@ -45,11 +45,13 @@ class Cluster:
 
     @property
     def nats_url(self) -> str:
+        """With its password; it is also in the file `nats.url` of the state directory."""
         return self._nats.url
 
     async def __aenter__(self) -> Self:
         try:
             await self._nats.start()
+            self._state_dir.write_private("nats.url", f"{self._nats.url}\n")
             self._bus = await connect(self._nats.url, "launcher")
             await self._bus.subscribe(subjects.all_heartbeats(), self._on_heartbeat)
         except (NatsServerError, BusError) as error:
@@ -87,21 +89,30 @@ class Cluster:
     async def _watch_start(self, health_url: str, on_ready: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while not all(child.phase == "ready" for child in self.children):
+                while not (self._all_ready() and await _is_healthy(health_url)):
+                    self._check_none_ended()
                     self._heard.clear()
-                    await self._heard.wait()
-                await _healthy(health_url)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_WATCH_S):
+                            await self._heard.wait()
         except TimeoutError as error:
             late = ", ".join(child.spec.name for child in self.children if child.phase != "ready")
             raise LaunchError(f"not ready after {START_TIMEOUT_S:g} s: {late or health_url}") from error
         on_ready()
 
+    def _all_ready(self) -> bool:
+        return all(child.phase == "ready" for child in self.children)
+
+    def _check_none_ended(self) -> None:
+        """What has ended by now stays dead, and is waited for in vain."""
+        if ended := [child.spec.name for child in self.children if child.phase == "ended"]:
+            raise LaunchError(f"{', '.join(ended)} ended before all were ready")
+
     async def _on_heartbeat(self, message: Message) -> None:
         try:
             report = decode(WorkerReport, message.data)
-        except MalformedMessage as error:
-            log.warning("%s", error)
-            return
+        except MalformedMessage:
+            return  # the processes count them
         for child in self.children:
             if child.spec.name == report.id and child.spec.role == report.role:
                 child.seen(report.state, report.pid)
@@ -160,12 +171,11 @@ class StopSignals:
         self.requested.set()
 
 
-async def _healthy(url: str) -> None:
-    """Returns once it answers 200."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
-        while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(_WATCH_S)
+async def _is_healthy(url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)) as session,
+            session.get(url) as answer,
+        ):
+            return answer.status == 200
+    return False

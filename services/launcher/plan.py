@@ -7,7 +7,8 @@ from pathlib import Path
 
 from services.launcher.errors import LaunchError
 from shared.runtime.cores import host_cores
-from shared.runtime.settings import PREFIX, ROLES, ConfigError, WorkerSettings, load_settings
+from shared.runtime.credentials import NatsSettings
+from shared.runtime.settings import PREFIX, ROLES, ConfigError, GatewaySettings, WorkerSettings, load_settings
 
 WORKER_ROLES = ("prefill", "decode")
 
@@ -74,6 +75,11 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
     return chosen
 
 
+def own_nats(url: str) -> dict[str, str]:
+    """The launcher's nats-server for all; what the environment says of another one does not concern it."""
+    return dict.fromkeys(NatsSettings.model_fields, "none") | {"nats_url": url}
+
+
 def plan_processes(
     options: UpOptions,
     chosen: Mapping[str, Mapping[str, str]],
@@ -84,6 +90,7 @@ def plan_processes(
 
     Raises LaunchError where a process would refuse its settings, so that nothing is started in vain.
     """
+    _check_heartbeats(options, chosen, given)
     shares = dict(zip(_worker_names(options), share_cores(host_cores(), len(_worker_names(options))), strict=True))
     specs = []
     for name, role in process_names(options):
@@ -101,6 +108,22 @@ def plan_processes(
             raise LaunchError(str(error)) from error
         specs.append(ProcessSpec(name, role, command(role), env, settings.shutdown_timeout_s + 5.0))
     return specs
+
+
+def _check_heartbeats(options: UpOptions, chosen: Mapping[str, Mapping[str, str]], given: Mapping[str, str]) -> None:
+    """A worker that reports more rarely than the gateway expects would be taken for lost again and again."""
+    try:
+        gateway = load_settings(GatewaySettings, _fitting("gateway", given) | dict(chosen["gateway"]))
+        for name in _worker_names(options):
+            role = name.partition("-")[0]
+            heartbeat_s = load_settings(ROLES[role], _fitting(role, given) | dict(chosen[name])).heartbeat_s
+            if gateway.worker_timeout_s <= 2 * heartbeat_s:
+                raise LaunchError(
+                    f"{name}: heartbeat_s ({heartbeat_s:g}) must be below half of the gateway's worker_timeout_s "
+                    f"({gateway.worker_timeout_s:g}), or it is taken for lost between two reports"
+                )
+    except ConfigError as error:
+        raise LaunchError(str(error)) from error
 
 
 def share_cores(cores: int, workers: int) -> list[int]:

@@ -31,6 +31,13 @@ class StateDir:
     def log_file(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 
+    def write_private(self, name: str, text: str) -> None:
+        """A file that nobody else on this host can read."""
+        file = self.path / name
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(text)
+
 
 @contextmanager
 def open_state_dir(given: Path | None) -> Iterator[StateDir]:

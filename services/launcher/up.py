@@ -14,6 +14,7 @@ from services.launcher.plan import (
     ProcessSpec,
     UpOptions,
     chosen_settings,
+    own_nats,
     plan_processes,
     process_names,
     python_module,
@@ -52,7 +53,7 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
         }
 
         def plan(nats_url: str) -> list[ProcessSpec]:
-            return plan_processes(options, chosen, given | {"nats_url": nats_url}, command)
+            return plan_processes(options, chosen, given | own_nats(nats_url), command)
 
         plan("nats://127.0.0.1:4222")  # a mistake is told now, not after minutes of preparing
         served = _prepare_models(options, chosen, console) if prepare_model else gateway.model

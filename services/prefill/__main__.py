@@ -1,7 +1,7 @@
 """python -m services.prefill"""
 
 from services.prefill.service import PrefillService
-from shared.runtime.service import main
+from shared.runtime.process import main
 from shared.runtime.settings import PrefillSettings
 
 if __name__ == "__main__":

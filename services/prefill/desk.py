@@ -4,8 +4,9 @@ import asyncio
 
 from services.prefill import flow
 from services.prefill.ticket import PrefillTicket
-from shared.engine.api import Engine
+from shared.engine.api import Engine, StepOutput
 from shared.machines import prefill as machine
+from shared.machines.stepping import Cause
 from shared.protocol import subjects
 from shared.protocol.messages import (
     Cancel,
@@ -22,16 +23,19 @@ from shared.transfer.link import Link
 from shared.worker.desk import Handler, WorkerDesk, code_of
 
 _EARLY_HOLD_S = 0.4
-_EARLY_LIMIT = 256
+_EARLY_LIMIT = 64
+"""Well below the messages that a subscription handles at once, so that orphans never hold up the others."""
 
 
 class PrefillDesk(WorkerDesk[PrefillTicket]):
     role = "prefill"
 
-    def __init__(self, deps: Deps, engine: Engine, link: Link) -> None:
+    def __init__(
+        self, deps: Deps, engine: Engine, link: Link, settings: flow.PrefillFlowSettings | None = None
+    ) -> None:
         super().__init__(deps, engine, link)
         self._arrived: dict[int, asyncio.Event] = {}
-        self._flow = flow.PrefillFlow(deps, engine, link)
+        self._flow = flow.PrefillFlow(deps, engine, link, settings or flow.PrefillFlowSettings())
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {
@@ -104,10 +108,30 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         return None
 
     async def on_fail(self, notice: Fail) -> Verdict:
-        """D gave the ticket up."""
+        """D gave the ticket up. One that we have not heard of yet can never begin."""
+        cause = Cause(notice.code, notice.message, by="decode")
         if (ticket := self.tickets.addressed(notice)) is not None:
-            ticket.end(notice.code, notice.message, by="decode")
+            ticket.end(cause.code, cause.message, cause.by)
+        else:
+            self.tickets.bury(notice, cause)
         return Verdict(ok=True)
+
+    def on_step(self, output: StepOutput) -> None:
+        """The engine's listener: what became of prompts that are computed ahead."""
+        told = (
+            (output.preempted, machine.Yielded),
+            (output.resumed, machine.Returned),
+            (output.parked, machine.ComputedAhead),
+        )
+        for keys, event in told:
+            for key in keys:
+                if (ticket := self.tickets.find(key)) is not None:
+                    ticket.apply(event(key.generation))
+        for failure in output.failed:
+            if (ticket := self.tickets.find(failure.key)) is not None:
+                ticket.end(failure.code, failure.message, by="prefill")
+        if output.preempted or output.resumed or output.parked:
+            self.deps.changed()
 
     def end_unstarted(self, reason: str) -> None:
         for ticket in self.tickets:

@@ -4,6 +4,7 @@ The desk (`desk.py`) has already taken the pages and said yes to the gateway; me
 events of its machine there, or complete what this coroutine waits for.
 """
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,12 +22,15 @@ from shared.protocol.messages import (
     Destination,
     FirstToken,
     PrefillTimings,
+    Replay,
+    ReplayReply,
+    ReplayStatus,
     TokenEntry,
     Tokens,
     Verdict,
 )
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError, DeadlineExceeded, EngineError, PeerLost, ProtocolError
+from shared.runtime.errors import BatonError, DeadlineExceeded, EngineError, PeerLost, ProtocolError, UnknownRoom
 from shared.runtime.scope import until
 from shared.transfer.link import Link
 from shared.worker.notices import tell_failure
@@ -35,10 +39,16 @@ from shared.worker.notices import tell_failure
 @dataclass(frozen=True, slots=True)
 class PrefillFlowSettings:
     """commit_s: how long the commit record is repeated at most, within the request's deadline. tell_s: how long a peer
-    is told of a failure, and the gateway of token 0."""
+    is told of a failure, and the gateway of token 0. optimistic_attempts: how often a prompt may be computed ahead of
+    its destination. probe_s: how long P waits in silence for a destination before it asks D whether the ticket lives
+    there. answer_s: how long D may take to answer. unknown_asks: how often it may say that it has not heard of it."""
 
     commit_s: float = 30.0
     tell_s: float = 5.0
+    optimistic_attempts: int = 0
+    probe_s: float = 2.0
+    answer_s: float = 10.0
+    unknown_asks: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,10 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
             ticket.scope.check()
             async with until(ticket.deadline, "the prompt"):
                 accepted_at = p.deps.clock.now()
-                destination = await ticket.destination  # nothing is computed before: no prefill is wasted
+                if p.settings.optimistic_attempts:  # else nothing is computed yet: no prefill is wasted
+                    ticket.apply(machine.BegunAhead(ticket.key.generation))
+                    p.engine.compute_ahead(ticket.key, p.settings.optimistic_attempts)
+                destination = await _await_destination(p, ticket)
                 begun_at = p.deps.clock.now()
                 first, computed_at = await _compute_and_send(p, ticket, destination)
                 timings = PrefillTimings(
@@ -72,7 +85,7 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                 await _repeat_commit(p, ticket, record)
                 ticket.apply(machine.CommitAnswered(ticket.key.generation))
     except BatonError as error:
-        ticket.end(error.code, error.message, by="prefill")
+        ticket.end(error.code, error.message, by=error.by or "prefill")
     except Exception as error:
         ticket.end("internal_error", type(error).__name__, by="prefill")
         raise
@@ -91,11 +104,42 @@ def perform(p: PrefillFlow, ticket: PrefillTicket, effect: object) -> None:
             _tell(p, ticket, "gateway", ticket.order.gateway, cause)
 
 
+async def _await_destination(p: PrefillFlow, ticket: PrefillTicket) -> Destination:
+    """Waits for D's word where the state goes. In silence it asks D whether the ticket lives there, rather than guess;
+    pages that are held meanwhile are held for a ticket that somebody still wants."""
+    unknown = 0
+    while True:
+        await asyncio.wait({ticket.destination}, timeout=p.settings.probe_s)
+        if ticket.destination.done():
+            return ticket.destination.result()
+        status = await _status_at_decode(p, ticket)
+        unknown += status is ReplayStatus.UNKNOWN
+        gone = status is None or status is ReplayStatus.ENDED or unknown > p.settings.unknown_asks
+        if gone and not ticket.destination.done():
+            silent = status is None
+            error = PeerLost("decode does not answer") if silent else UnknownRoom("decode does not hold this ticket")
+            error.by = "decode"
+            raise error
+
+
+async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStatus | None:
+    """What D knows of the ticket; None where it does not answer."""
+    where = subjects.subject("decode", ticket.order.decode, subjects.REPLAY)
+    question = Replay(room=ticket.key.room, generation=ticket.key.generation, wanted=())
+    deadline = p.deps.clock.now() + p.settings.answer_s
+    try:
+        reply = await ask(p.deps.bus, p.deps.clock, where, question, ReplayReply, deadline=deadline)
+    except (PeerLost, DeadlineExceeded):
+        return None
+    return reply.status
+
+
 async def _compute_and_send(
     p: PrefillFlow, ticket: PrefillTicket, destination: Destination
 ) -> tuple[tuple[FirstToken, ...], float]:
-    """Prefills in chunks; while a chunk's pages travel the engine computes the next one. Returns the handoff tokens and
-    when they were there. If the first token ends the request, what is not sent yet is not sent."""
+    """Prefills in chunks; while a chunk's pages travel the engine computes the next one. What was computed ahead comes
+    as one chunk. Returns the handoff tokens and when they were there. If the first token ends the request, what is not
+    sent yet is not sent."""
     one_token = ticket.order.sampling.max_tokens == 1
     last: tuple[tuple[FirstToken, ...], float] | None = None
     async with aclosing(p.engine.prefill(ticket.key)) as chunks:

@@ -1,14 +1,24 @@
 """A prefill worker: computes prompts and hands their state over."""
 
 from services.prefill.desk import PrefillDesk
-from shared.engine.api import Engine
+from services.prefill.flow import PrefillFlowSettings
+from shared.engine.api import Engine, StepOutput
 from shared.runtime.deps import Deps
+from shared.runtime.settings import PrefillSettings
 from shared.transfer.link import Link
 from shared.worker.service import WorkerService
 
 
 class PrefillService(WorkerService):
     role = "prefill"
+    settings: PrefillSettings
 
     def make_desk(self, deps: Deps, engine: Engine, link: Link) -> PrefillDesk:
-        return PrefillDesk(deps, engine, link)
+        settings = PrefillFlowSettings(
+            commit_s=self.settings.commit_timeout_s, optimistic_attempts=self.settings.optimistic_attempts
+        )
+        return PrefillDesk(deps, engine, link, settings)
+
+    def on_step(self, output: StepOutput) -> None:
+        if isinstance(self.desk, PrefillDesk):
+            self.desk.on_step(output)

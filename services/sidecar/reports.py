@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.sidecar.settings import SidecarProcessSettings
 from shared.bus.base import BusError
-from shared.bus.nats import connect
+from shared.bus.nats import connect, options_from
 from shared.protocol.messages import WorkerReport
 from shared.runtime.clock import LoopClock
 from shared.runtime.heartbeat import Heartbeat
@@ -19,9 +19,10 @@ _RETRY_S = 1.0
 async def send_reports(settings: SidecarProcessSettings, boot_id: str, report: Callable[[], WorkerReport]) -> None:
     """Publishes reports until cancelled."""
     warned = False
+    options = options_from(settings)
     while True:
         try:
-            bus = await connect(settings.nats_url, peer_name(settings.name, boot_id))
+            bus = await connect(settings.nats_url, peer_name(settings.name, boot_id), options)
         except (BusError, OSError) as error:
             if not warned:
                 _log.warning("no reports: nats-server does not answer (%s); moving state needs none", error)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shared.runtime.settings import Seconds, SidecarSettings
+from shared.runtime.settings import SidecarSettings
 from shared.transfer.backend import Faults, Timing
 
 
@@ -14,9 +14,6 @@ class SidecarProcessSettings(SidecarSettings):
 
     control_fd: Annotated[int, Field(ge=3)] = Field(description="connected unix socket to the worker")
     nats_url: str = Field("nats://127.0.0.1:4222", description="where nats-server listens; empty: no reports")
-    stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
-    peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
-    faults: str = Field("", description="injected faults, for tests")
 
     @property
     def directory(self) -> Path:

@@ -11,6 +11,8 @@ R = TypeVar("R", bound=WireModel)
 
 _MISSES_UNTIL_LOST = 4
 _PAUSE_S = 0.05
+_LEAST_S = 1e-6
+"""Less time than this is none: added to the clock it may not even change its reading."""
 
 
 async def ask(
@@ -31,7 +33,7 @@ async def ask(
     misses = 0
     began = clock.now()
     remaining_s = getattr(message, "remaining_s", None)
-    while (left := deadline - clock.now()) > 0:
+    while (left := deadline - clock.now()) > _LEAST_S:
         if remaining_s is not None:
             message = message.model_copy(update={"remaining_s": max(0.0, remaining_s - (clock.now() - began))})
         try:

@@ -50,6 +50,10 @@ class BusStats:
     """Messages handed to a handler."""
     dropped: int = 0
     """Messages for us that found the backlog full."""
+    answers: int = 0
+    """Answers that somebody waited for."""
+    late_answers: int = 0
+    """Answers that nobody waited for any more (by NATS only; the twin never carries one)."""
     handler_errors: int = 0
     timeouts: int = 0
     no_responders: int = 0

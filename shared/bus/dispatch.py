@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from shared.bus.base import BusStats, Handler, Message
+from shared.bus.base import MAX_PAYLOAD_BYTES, BusStats, Handler, Message
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +19,12 @@ Reply = Callable[[Message, bytes], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """Per subscription: handlers that run at the same time, and messages that wait for one to end."""
+    """Per subscription: handlers that run at the same time, and messages that wait for one to end; all bytes that wait
+    in one client."""
 
     max_running: int = 256
     max_waiting: int = 8192
+    max_waiting_bytes: int = 64 * MAX_PAYLOAD_BYTES
 
 
 class Dispatcher:
@@ -31,6 +33,7 @@ class Dispatcher:
     def __init__(self, stats: BusStats, reply: Reply, limits: DispatchLimits) -> None:
         self.stats = stats
         self.limits = limits
+        self.waiting_bytes = 0
         self._reply = reply
         # A dict, not a set: its order is that of arrival, so simulations repeat exactly.
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -91,23 +94,30 @@ class Lane:
         """Starts the handler, lets the message wait, or drops and counts it. Never blocks."""
         if not self._open:
             return
-        limits = self._dispatcher.limits
+        limits, size = self._dispatcher.limits, len(message.data)
         if self._running < limits.max_running:
             self._start(message)
-        elif len(self._waiting) < limits.max_waiting:
+        elif (
+            len(self._waiting) < limits.max_waiting
+            and self._dispatcher.waiting_bytes + size <= limits.max_waiting_bytes
+        ):
             self._waiting.append(message)
+            self._dispatcher.waiting_bytes += size
         else:
             self._dispatcher.stats.dropped += 1
 
     def close(self) -> None:
         """Nothing starts after this; what runs goes on."""
         self._open = False
+        self._dispatcher.waiting_bytes -= sum(len(message.data) for message in self._waiting)
         self._waiting.clear()
 
     def handler_ended(self) -> None:
         self._running -= 1
         if self._waiting:
-            self._start(self._waiting.popleft())
+            message = self._waiting.popleft()
+            self._dispatcher.waiting_bytes -= len(message.data)
+            self._start(message)
 
     def _start(self, message: Message) -> None:
         self._running += 1

@@ -20,9 +20,10 @@ async def listen(
     handle: Callable[[M], Awaitable[WireModel | None]],
     counters: Counters,
 ) -> Subscription:
-    """Subscribes `handle` to one verb. What does not decode is counted and answered with a refusal."""
+    """Subscribes `handle` to one verb. What comes is counted, and what does not decode is answered with a refusal."""
 
     async def on_message(message: Message) -> bytes | None:
+        counters.add(f"received_{verb}")
         try:
             decoded = decode(kind, message.data)
         except MalformedMessage as error:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from shared.bus.base import (
     BusClosed,
+    BusDisconnected,
     BusStats,
     BusTimeout,
     Handler,
@@ -22,20 +23,29 @@ from shared.bus.base import (
 from shared.bus.dispatch import Dispatcher, DispatchLimits, Lane
 from shared.bus.patterns import check_pattern, check_payload, check_subject, matches
 
+SETTLE_S = 2.0
+"""So long after a connection came back, *nobody listens* may only mean that the others are not back yet."""
+_RETRY_S = 0.05
+_NUM_ROUTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One delivery to one receiver, as a policy sees it. A reply carries the subject of its request."""
+    """One delivery to one receiver, as a policy sees it. A reply carries the subject of its request; `asked` is what
+    was asked."""
 
     kind: Literal["publish", "request", "reply"]
     sender: str
     receiver: str
     subject: str
     data: bytes
+    asked: bytes = b""
 
 
 Policy = Callable[[Envelope], Sequence[float]]
 """The delay in seconds of each delivered copy; empty: the message is lost. Must be deterministic given its seed."""
+
+Answer = bytes | BusClosed | BusDisconnected
 
 
 def deliver_once(envelope: Envelope) -> Sequence[float]:
@@ -48,9 +58,10 @@ class MemoryHub:
     def __init__(self, policy: Policy = deliver_once) -> None:
         self.policy = policy
         self._subscriptions: list[_MemorySubscription] = []
+        self._routes: dict[str, list[_MemorySubscription]] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
-        self._inboxes: dict[str, tuple[str, asyncio.Future[bytes | BusClosed]]] = {}
+        self._inboxes: dict[str, tuple[str, asyncio.Future[Answer]]] = {}
 
     def client(self, name: str, limits: DispatchLimits | None = None) -> "MemoryBus":
         """A new connection; `name` is what policies see as sender and receiver."""
@@ -58,25 +69,37 @@ class MemoryHub:
 
     def attach(self, subscription: "_MemorySubscription") -> None:
         self._subscriptions.append(subscription)
+        self._routes.clear()
 
     def detach(self, subscription: "_MemorySubscription") -> None:
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
+            self._routes.clear()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for an answer."""
+        return len(self._inboxes)
 
     def send(self, sender: str, message: Message) -> bool:
-        """Delivers to every subscription there is now; False if there is none."""
-        found = [sub for sub in self._subscriptions if matches(sub.pattern, message.subject)]
+        """Delivers to every subscription of a connected client there is now; False if there is none."""
+        found = [sub for sub in self._route(message.subject) if sub.bus.connected]
         kind: Literal["publish", "request"] = "request" if message.reply else "publish"
         for sub in found:
-            envelope = Envelope(kind, sender, sub.owner, message.subject, message.data)
-            self._carry(envelope, partial(sub.lane.deliver, message))
+            envelope = Envelope(kind, sender, sub.bus.name, message.subject, message.data)
+            self._carry(envelope, partial(sub.deliver, message))
         return bool(found)
 
-    def open_inbox(self, owner: str) -> tuple[str, asyncio.Future[bytes | BusClosed]]:
+    def inject(self, message: Message, delay_s: float) -> None:
+        """Delivers a message that nobody sent, past the policy: what a late or hostile peer may still say."""
+        for sub in self._route(message.subject):
+            asyncio.get_running_loop().call_later(delay_s, sub.deliver, message)
+
+    def open_inbox(self, owner: str) -> tuple[str, asyncio.Future[Answer]]:
         """A fresh reply subject and what its first answer sets."""
         self._sequence += 1
         inbox = f"_INBOX.{self._sequence}"
-        answer: asyncio.Future[bytes | BusClosed] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._inboxes[inbox] = (owner, answer)
         return inbox, answer
 
@@ -87,7 +110,7 @@ class MemoryHub:
         """Carries the answer to whoever asked, if it still waits."""
         if message.reply in self._inboxes:
             receiver, _ = self._inboxes[message.reply]
-            envelope = Envelope("reply", sender, receiver, message.subject, data)
+            envelope = Envelope("reply", sender, receiver, message.subject, data, message.data)
             self._carry(envelope, partial(self._set_answer, message.reply, data))
 
     def _set_answer(self, inbox: str, data: bytes) -> None:
@@ -113,13 +136,27 @@ class MemoryHub:
     def _deliver_first(self) -> None:
         heapq.heappop(self._due)[2]()
 
+    def _route(self, subject: str) -> list["_MemorySubscription"]:
+        """The subscriptions to a subject, in the order they were made; remembered until one comes or goes."""
+        found = self._routes.get(subject)
+        if found is None:
+            if len(self._routes) >= _NUM_ROUTES:
+                self._routes.clear()
+            found = [sub for sub in self._subscriptions if matches(sub.pattern, subject)]
+            self._routes[subject] = found
+        return found
+
 
 class _MemorySubscription:
-    def __init__(self, hub: MemoryHub, owner: str, pattern: str, lane: Lane) -> None:
-        self.owner = owner
+    def __init__(self, hub: MemoryHub, bus: "MemoryBus", pattern: str, lane: Lane) -> None:
+        self.bus = bus
         self.pattern = pattern
         self.lane = lane
         self._hub = hub
+
+    def deliver(self, message: Message) -> None:
+        if self.bus.connected:
+            self.lane.deliver(message)
 
     async def unsubscribe(self) -> None:
         self.end()
@@ -130,7 +167,8 @@ class _MemorySubscription:
 
 
 class MemoryBus:
-    """One client of a hub. Closing it is how a simulated process dies: at once its peers get NoResponders."""
+    """One client of a hub. Closing it is how a simulated process dies: at once its peers get NoResponders. `cut` and
+    `mend` are its connection's way to the server; nothing is kept for it meanwhile."""
 
     def __init__(self, hub: MemoryHub, name: str, limits: DispatchLimits) -> None:
         self.name = name
@@ -138,69 +176,120 @@ class MemoryBus:
         self._hub = hub
         self._dispatcher = Dispatcher(self._stats, self._reply, limits)
         self._subscriptions: list[_MemorySubscription] = []
-        self._asking: dict[str, asyncio.Future[bytes | BusClosed]] = {}
+        self._asking: dict[str, asyncio.Future[Answer]] = {}
+        self._up = asyncio.Event()
+        self._up.set()
+        self._settled_at = 0.0
         self._closed = False
 
     @property
     def connected(self) -> bool:
-        return not self._closed
+        return self._up.is_set() and not self._closed
 
     @property
     def stats(self) -> BusStats:
         return self._stats
 
+    def cut(self) -> None:
+        """The connection is lost, and the client notices."""
+        if self.connected:
+            self._up.clear()
+            self._stats.disconnects += 1
+            self._end_requests(BusDisconnected("the connection was lost"))
+
+    def mend(self) -> None:
+        """The connection is back, with all its subscriptions."""
+        if not self._closed and not self._up.is_set():
+            self._up.set()
+            self._stats.reconnects += 1
+            self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
+
     async def publish(self, subject: str, data: bytes) -> None:
         self._check(subject, data)
+        self._check_connected()
         self._stats.published += 1
         self._hub.send(self.name, Message(subject, data))
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        """Raises BusDisconnected where the time ran out without a connection."""
         self._check(subject, data)
         self._stats.requests += 1
-        inbox, answer = self._hub.open_inbox(self.name)
-        self._asking[inbox] = answer
         try:
-            if not self._hub.send(self.name, Message(subject, data, inbox)):
-                self._stats.no_responders += 1
-                raise NoResponders(f"nobody listens on {subject}")
             async with asyncio.timeout(timeout_s):
-                result = await answer
-            if isinstance(result, BusClosed):
-                raise result
-            return result
+                return await self._ask_until_answered(subject, data)
         except TimeoutError as error:
             self._stats.timeouts += 1
+            if not self.connected:
+                raise BusDisconnected(f"no connection to ask {subject} within {timeout_s:g} s") from error
             raise BusTimeout(f"no answer from {subject} within {timeout_s:g} s") from error
-        finally:
-            self._hub.close_inbox(inbox)
-            del self._asking[inbox]
+        except NoResponders:
+            self._stats.no_responders += 1
+            raise
 
     async def subscribe(self, subject: str, handler: Handler) -> _MemorySubscription:
         check_pattern(subject)
         if self._closed:
             raise BusClosed("the bus was closed")
-        subscription = _MemorySubscription(self._hub, self.name, subject, self._dispatcher.lane(handler))
+        subscription = _MemorySubscription(self._hub, self, subject, self._dispatcher.lane(handler))
         self._subscriptions.append(subscription)
         self._hub.attach(subscription)
         return subscription
 
-    async def close(self) -> None:
-        if self._closed:
-            return
+    def sever(self) -> None:
+        """kill -9, as the others see it: from now on nothing comes from here and nothing arrives."""
         self._closed = True
         for subscription in self._subscriptions:
             subscription.end()
-        for answer in self._asking.values():
-            if not answer.done():
-                answer.set_result(BusClosed("the bus was closed"))
+        self._end_requests(BusClosed("the bus was closed"))
+        self._up.set()
+
+    async def close(self) -> None:
+        self.sever()
         await self._dispatcher.close()
+
+    async def _ask_until_answered(self, subject: str, data: bytes) -> bytes:
+        while True:
+            await self._up.wait()
+            self._check(subject, data)
+            try:
+                return await self._ask(subject, data)
+            except NoResponders:
+                if asyncio.get_running_loop().time() >= self._settled_at:
+                    raise
+            except BusDisconnected:
+                pass  # asked again once there is a connection
+            await asyncio.sleep(_RETRY_S)
+
+    async def _ask(self, subject: str, data: bytes) -> bytes:
+        inbox, answer = self._hub.open_inbox(self.name)
+        self._asking[inbox] = answer
+        try:
+            if not self._hub.send(self.name, Message(subject, data, inbox)):
+                raise NoResponders(f"nobody listens on {subject}")
+            result = await answer
+        finally:
+            self._hub.close_inbox(inbox)
+            del self._asking[inbox]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def _reply(self, message: Message, data: bytes) -> None:
         self._check(message.subject, data)
+        self._check_connected()
         self._hub.answer(self.name, message, data)
+
+    def _end_requests(self, error: BusClosed | BusDisconnected) -> None:
+        for answer in self._asking.values():
+            if not answer.done():
+                answer.set_result(error)
 
     def _check(self, subject: str, data: bytes) -> None:
         check_subject(subject)
         check_payload(subject, data)
         if self._closed:
             raise BusClosed("the bus was closed")
+
+    def _check_connected(self) -> None:
+        if not self.connected:
+            raise BusDisconnected("there is no connection")

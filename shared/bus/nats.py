@@ -7,6 +7,7 @@ timeout and is sent (again) on reconnect, subscriptions come back by themselves.
 import asyncio
 import logging
 import secrets
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ from shared.bus.base import (
     NoResponders,
 )
 from shared.bus.dispatch import Dispatcher, DispatchLimits, Lane
-from shared.bus.nats_connection import Interest, NatsConnection
+from shared.bus.nats_connection import Interest, NatsAccess, NatsConnection
 from shared.bus.patterns import check_pattern, check_payload, check_subject
+from shared.runtime.settings import CommonSettings, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class NatsOptions:
     """`on_disconnect` and `on_reconnect` run on the event loop and must not block."""
 
     connect_timeout_s: float = 5.0
+    access: NatsAccess = field(default_factory=NatsAccess)
     limits: DispatchLimits = field(default_factory=DispatchLimits)
     on_disconnect: Notify | None = None
     on_reconnect: Notify | None = None
@@ -53,7 +56,7 @@ class _ConnectionLost(Exception):
 async def connect(url: str, name: str, options: NatsOptions | None = None) -> "NatsBus":
     """A connected bus; BusError if `url` does not let us in within `connect_timeout_s`. The caller closes it.
 
-    `url` is `nats://[user:password@]host:port`, or several of them with commas.
+    `url` is `nats://[user:password@]host:port`, or several of them with commas; `tls://` insists on TLS.
     """
     options = options or NatsOptions()
     bus = NatsBus(url, name, options)
@@ -63,6 +66,34 @@ async def connect(url: str, name: str, options: NatsOptions | None = None) -> "N
         await bus.close()
         raise
     return bus
+
+
+def options_from(settings: CommonSettings) -> NatsOptions:
+    """As a process's settings say. ConfigError where its TLS files are not what they should be."""
+    password, token = settings.nats_password, settings.nats_token
+    access = NatsAccess(
+        user=settings.nats_user,
+        password=None if password is None else password.get_secret_value(),
+        token=None if token is None else token.get_secret_value(),
+        tls=_tls_context(settings),
+    )
+    return NatsOptions(access=access)
+
+
+def _tls_context(settings: CommonSettings) -> ssl.SSLContext | None:
+    ca, cert, key = settings.nats_tls_ca, settings.nats_tls_cert, settings.nats_tls_key
+    if ca is None and cert is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"{settings.role}: nats_tls_ca: {ca} holds no certificate ({error})") from error
+    try:
+        if cert is not None and key is not None:
+            context.load_cert_chain(cert, key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"{settings.role}: nats_tls_cert: {cert} and {key} do not fit ({error})") from error
+    return context
 
 
 class NatsSubscription:
@@ -84,7 +115,7 @@ class NatsBus:
     def __init__(self, url: str, name: str, options: NatsOptions) -> None:
         self._options = options
         self._stats = BusStats()
-        self._connection = NatsConnection(url, name, self._stats, self._lost, self._back)
+        self._connection = NatsConnection(url, name, options.access, self._stats, self._lost, self._back)
         self._dispatcher = Dispatcher(self._stats, self._reply, options.limits)
         self._subscriptions: list[NatsSubscription] = []
         self._inbox_prefix = f"_INBOX.{secrets.token_hex(11)}"
@@ -231,7 +262,11 @@ class NatsBus:
 
     def _answered(self, subject: str, data: bytes, reply: str, no_responders: bool) -> None:
         answer = self._asking.get(subject.rpartition(".")[2])
-        if answer is not None and not answer.done():
+        is_awaited = answer is not None and not answer.done()
+        if not no_responders:
+            self._stats.answers += is_awaited
+            self._stats.late_answers += not is_awaited
+        if answer is not None and is_awaited:
             answer.set_result(NoResponders("nobody listens on that subject") if no_responders else data)
 
     def _end_requests(self, error: Exception) -> None:

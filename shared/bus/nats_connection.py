@@ -7,8 +7,10 @@ never gives up.
 import asyncio
 import logging
 import random
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import nats.errors
@@ -52,6 +54,18 @@ def map_nats_errors(what: str) -> Iterator[None]:
         raise BusError(f"{what}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class NatsAccess:
+    """What we show to the server, and how we know it. A user in the address is used where there is none here.
+
+    tls: where there is one, or the address says tls://, a server without TLS gets no word from us."""
+
+    user: str | None = None
+    password: str | None = None
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+
+
 class Interest:
     """A pattern we want messages of, for as long as it is kept, whatever happens to the connection."""
 
@@ -70,10 +84,17 @@ class NatsConnection:
     """`on_down` and `on_up` are called at each loss and return, not for the first connection or our own close."""
 
     def __init__(
-        self, url: str, name: str, stats: BusStats, on_down: Callable[[], None], on_up: Callable[[], None]
+        self,
+        url: str,
+        name: str,
+        access: NatsAccess,
+        stats: BusStats,
+        on_down: Callable[[], None],
+        on_up: Callable[[], None],
     ) -> None:
         self._url = url
         self._name = name
+        self._access = access
         self._stats = stats
         self._on_down = on_down
         self._on_up = on_up
@@ -143,7 +164,9 @@ class NatsConnection:
 
     async def _connect_client(self) -> None:
         """Tries for ever; raises BusError only for what nats-py does not try again."""
-        client = self._client = Client()
+        access = self._access
+        insists = access.tls is not None or "tls://" in self._url
+        client = self._client = _TlsClient() if insists else Client()
         with map_nats_errors("connect"):
             await client.connect(
                 servers=self._url.split(","),
@@ -160,6 +183,10 @@ class NatsConnection:
                 max_outstanding_pings=2,
                 pending_size=PENDING_BYTES,
                 flush_timeout=_FLUSH_TIMEOUT_S,
+                user=access.user,
+                password=access.password,
+                token=access.token,
+                tls=access.tls,
             )
             for interest in self._interests:
                 await self._attach(client, interest)
@@ -213,6 +240,15 @@ class NatsConnection:
     async def _ended(self) -> None:
         if not self._closed:
             self._client_ended.set()
+
+
+class _TlsClient(Client):
+    """nats-py takes up TLS only where the server asks for it, and else sends the password in the clear."""
+
+    def _connect_command(self) -> bytes:
+        if not self._server_info.get("tls_required"):
+            raise nats.errors.Error("the server offers no TLS, and we insist on it")
+        return super()._connect_command()
 
 
 def _next_server(servers: list[Server], info: dict[str, Any]) -> tuple[Server | None, float]:

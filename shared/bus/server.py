@@ -18,6 +18,7 @@ from shared.runtime.end_with_parent import end_with_parent
 
 _POLL_S = 0.01
 _KILL_TIMEOUT_S = 5.0
+_LOG_BYTES = 8 << 20
 
 
 class NatsServerError(Exception):
@@ -146,6 +147,9 @@ class NatsServer:
             f"port: {self.port or -1}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
             f"ports_file_dir: {json.dumps(str(self._directory))}",
+            f"log_file: {json.dumps(str(self.log_path.absolute()))}",
+            f"logfile_size_limit: {_LOG_BYTES}",
+            "logfile_max_num: 2",
         ]
         if self._credentials is not None:
             user, password = map(json.dumps, self._credentials)

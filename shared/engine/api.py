@@ -55,22 +55,29 @@ class GroupFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step brought for groups that were started: delivered to the listener on the loop, in step order."""
+    """What one step brought for groups that were started: delivered to the listener on the loop, in step order.
+    preempted: gave their pages up. resumed: have pages again."""
 
     tokens: tuple[TokenOut, ...] = ()
     failed: tuple[GroupFailed, ...] = ()
     preempted: tuple[TicketKey, ...] = ()
     resumed: tuple[TicketKey, ...] = ()
+    parked: tuple[TicketKey, ...] = ()
+    """Computed ahead; nobody has asked for them yet."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start; they only rise."""
+    """Counters since the start; they only rise. preemptions: groups that gave way, their state kept in host memory
+    (stashed) or dropped (recomputed). tokens_dropped: positions that have to be computed again because of it."""
 
     steps: int = 0
     prompt_tokens_computed: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
+    preemptions_stashed: int = 0
+    preemptions_recomputed: int = 0
+    tokens_dropped: int = 0
     step_s: float = 0.0
     busy_s: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
@@ -89,17 +96,31 @@ class Engine(Protocol):
     max_model_len: int
     stats: EngineStats
 
+    def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
+        """(pages, slots) that `reserve` would take. InvalidRequest where it could never fit."""
+
     def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
         """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
-        PoolExhausted having taken nothing. InvalidRequest where it could never fit."""
+        PoolExhausted having taken nothing. InvalidRequest where it could never fit.
+
+        P may say yes on the strength of prompts that were computed ahead: they give way, and `prefill` begins once
+        their pages are free."""
 
     def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
         """Per component, the physical units of the group's prompt in logical order: the destination of a transfer. Only
         until the group is started."""
 
+    def compute_ahead(self, key: TicketKey, attempts: int) -> None:
+        """P: computes the prompt though nobody takes its chunks yet, beside prompts that somebody waits for only when
+        these leave time. When it is complete the group is parked with its pages. It gives way, at any time, to whoever
+        needs them; then it begins again while pages are free, `attempts` times in all, or when `prefill` is called."""
+
     def prefill(self, key: TicketKey) -> AsyncGenerator[ChunkDone, None]:
         """P: computes the prompt chunk by chunk and yields after each; the next chunk computes meanwhile. Ends after
-        the last chunk; raises EngineError. Ending the iteration early stops the computation between chunks."""
+        the last chunk; raises EngineError. Ending the iteration early stops the computation between chunks.
+
+        What was computed ahead comes as the first chunk, once it has pages (again). From now on it gives way to
+        nobody."""
 
     def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
         """D, prebuilt: the prompt's state is in the pool and `first` are the handoff tokens (index 0; they are not
@@ -120,8 +141,17 @@ class Engine(Protocol):
 
     def slots(self) -> tuple[int, int, int]: ...
 
+    def left(self) -> tuple[int, int]:
+        """(pages, slots) that a reservation may have now: the free ones, and on P also what prompts computed ahead
+        would give up for it."""
+
     def queues(self) -> dict[str, int]:
-        """Lengths: `waiting` (prompts not begun), `prefilling`, `running` (choices that decode), `preempted`."""
+        """Lengths: `waiting` (prompts not begun or without pages), `prefilling`, `parked` (computed ahead), `yielded`
+        (gave their pages up before somebody asked for them), `running` (choices that decode), `preempted`."""
+
+    @property
+    def stashed_bytes(self) -> int:
+        """Host memory that holds the state of groups without pages, now."""
 
     @property
     def last_progress_age_s(self) -> float:

@@ -5,6 +5,7 @@ made, so the compute thread and the loop never look at the same mutable thing.
 from dataclasses import dataclass
 
 from shared.engine.sampler import Sampled, SampleRow
+from shared.engine.stash import Saved
 from shared.runtime.errors import EngineError
 from shared.transfer.link import TicketKey
 
@@ -19,6 +20,26 @@ class CopyPage:
 class CopySlot:
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copies these units into host memory, in this order."""
+
+    key: TicketKey
+    saved: Saved
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copies saved units back: (number among the saved ones, unit of the pool)."""
+
+    key: TicketKey
+    saved: Saved
+    pages: tuple[tuple[int, int], ...]
+    slots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +65,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """First the copies in order, then one forward over all rows."""
+    """First the copies in order, then what is saved, then what is loaded, then one forward over all rows."""
 
     copies: tuple[CopyPage | CopySlot, ...]
     rows: tuple[Row, ...]
+    saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+    @property
+    def keys(self) -> tuple[TicketKey, ...]:
+        """The groups whose units it uses, each once."""
+        return tuple({part.key: None for parts in (self.rows, self.saves, self.loads) for part in parts})
 
     @property
     def num_tokens(self) -> int:

@@ -4,8 +4,9 @@ copies that branching needs are noted on the group and carried out by the step t
 
 from collections.abc import Callable
 
-from shared.engine.batch import CopyPage, CopySlot
+from shared.engine.batch import CopyPage, CopySlot, Load
 from shared.engine.sequence import Choice, Group, Phase
+from shared.engine.stash import Place
 from shared.runtime.errors import InvalidRequest, PoolExhausted
 from shared.state.layout import PoolLayout
 from shared.state.pages import PageAllocator
@@ -21,10 +22,10 @@ class Capacity:
         self._growth_tokens = growth_tokens
         self._clear_slot = clear_slot
 
-    def check(self, group: Group) -> None:
-        """InvalidRequest where even the whole pool would not do."""
+    def check(self, group: Group) -> tuple[int, int]:
+        """(pages, slots) that the group would take; InvalidRequest where even the whole pool would not do."""
         group.growth_tokens = self._growth_tokens
-        num_pages, num_slots = self._wanted(group)
+        num_pages, num_slots = self.wanted(group)
         if num_pages > self.pages.total:
             raise InvalidRequest(
                 f"the prompt has {group.prompt_len} tokens; with {group.sampling.n} choices and the first steps "
@@ -34,19 +35,32 @@ class Capacity:
             raise InvalidRequest(
                 f"{group.sampling.n} choices are wanted; this worker runs {self.slots.total}", param="n"
             )
+        return num_pages, num_slots
+
+    def wanted(self, group: Group) -> tuple[int, int]:
+        """(pages, slots) for the prompt and, where the group decodes here, its live choices' next positions."""
+        trunk = self._num_pages(group.prompt_len)
+        if not group.decodes:
+            return trunk, 1
+        live = group.live
+        num_pages = trunk
+        for rank, choice in enumerate(live):
+            shared = trunk if rank == 0 else group.prompt_len // self._page_tokens
+            num_pages += self._num_pages(self._target(group, choice)) - shared
+        return num_pages, max(1, len(live))
 
     def admit(self, group: Group) -> None:
         """Takes what a checked group wants, all or nothing: PoolExhausted where there is not so much free."""
-        self._take(group, *self._wanted(group))
+        self._take(group, *self.wanted(group))
 
     def try_readmit(self, group: Group, headroom: int) -> bool:
-        """Takes what a preempted group needs to be computed again, if that and `headroom` pages are free. PoolExhausted
-        where the whole pool would not do."""
+        """Takes what a preempted group needs to go on, if that and `headroom` pages are free. PoolExhausted where the
+        whole pool would not do."""
         group.growth_tokens = self._growth_tokens
-        num_pages, num_slots = self._wanted(group)
+        num_pages, num_slots = self.wanted(group)
         if num_pages + headroom > self.pages.total:
             group.growth_tokens = 1
-            num_pages, num_slots = self._wanted(group)
+            num_pages, num_slots = self.wanted(group)
             if num_pages > self.pages.total:
                 raise PoolExhausted(f"{num_pages} pages are needed to go on; the whole pool has {self.pages.total}")
             headroom = min(headroom, self.pages.total - num_pages)
@@ -78,6 +92,51 @@ class Capacity:
         self.pages.give_back(group.spare_pages, key)
         self.slots.give_back(group.spare_slots, key)
         group.trunk_pages, group.trunk_slot, group.spare_pages, group.spare_slots = [], None, [], []
+
+    def state_of(self, group: Group) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Place, ...]]:
+        """Pages and slots that carry state, each once, and which sequence has which of them. Spare ones carry none."""
+        sequences: list[tuple[int | None, list[int], int, int]]
+        if group.trunk_slot is not None:
+            sequences = [(None, group.trunk_pages, group.trunk_slot, group.computed)]
+        else:
+            sequences = [(c.index, c.pages, c.slot, c.computed) for c in group.live if c.slot is not None]
+        numbers: dict[int, int] = {}
+        places = []
+        for index, pages, _, computed in sequences:
+            used = pages[: self._num_pages(computed)]
+            places.append(Place(index, tuple(numbers.setdefault(page, len(numbers)) for page in used), computed))
+        return tuple(numbers), tuple(slot for _, _, slot, _ in sequences), tuple(places)
+
+    def restore(self, group: Group) -> Load:
+        """Deals what was just taken out to the sequences as it lay before the group gave way, and says what has to be
+        copied where. Of choices that have ended meanwhile nothing comes back."""
+        assert group.saved is not None
+        assert group.trunk_slot is not None
+        places = group.saved.places
+        if places[0].choice is None:
+            group.computed = places[0].computed
+            pages = tuple(zip(places[0].pages, group.trunk_pages, strict=False))
+            return Load(group.key, group.saved, pages, ((0, group.trunk_slot),))
+        free_pages, free_slots = group.trunk_pages + group.spare_pages, [group.trunk_slot, *group.spare_slots]
+        at: dict[int, int] = {}
+        slots = []
+        for number, place in enumerate(places):
+            assert place.choice is not None
+            choice = group.choices[place.choice]
+            if choice.done:
+                continue
+            shared = [at[page] for page in place.pages if page in at]
+            self.pages.share(shared, group.key)
+            at |= {page: free_pages.pop(0) for page in place.pages if page not in at}
+            choice.pages, choice.slot, choice.computed = [at[p] for p in place.pages], free_slots.pop(0), place.computed
+            missing = self._num_pages(self._target(group, choice)) - len(choice.pages)
+            choice.pages += free_pages[:missing]
+            del free_pages[:missing]
+            slots.append((number, choice.slot))
+        self.pages.give_back(free_pages, group.key)
+        self.slots.give_back(free_slots, group.key)
+        group.trunk_pages, group.trunk_slot, group.spare_pages, group.spare_slots = [], None, [], []
+        return Load(group.key, group.saved, tuple(at.items()), tuple(slots))
 
     def try_grow(self, group: Group, choice: Choice) -> bool:
         """Makes sure that the choice's next position has a page; False where none is free."""
@@ -119,18 +178,6 @@ class Capacity:
         group.trunk_pages, group.spare_pages = pages[:num_trunk], pages[num_trunk:]
         group.trunk_slot, group.spare_slots = slots[0], slots[1:]
         self._clear_slot(slots[0])  # the others are copied over
-
-    def _wanted(self, group: Group) -> tuple[int, int]:
-        """(pages, slots) for the prompt and, where the group decodes here, its live choices' next positions."""
-        trunk = self._num_pages(group.prompt_len)
-        if not group.decodes:
-            return trunk, 1
-        live = group.live
-        num_pages = trunk
-        for rank, choice in enumerate(live):
-            shared = trunk if rank == 0 else group.prompt_len // self._page_tokens
-            num_pages += self._num_pages(self._target(group, choice)) - shared
-        return num_pages, max(1, len(live))
 
     def _target(self, group: Group, choice: Choice) -> int:
         """Positions to have pages for: some beyond what is known, but never the last token's, which gets no state."""

@@ -19,6 +19,7 @@ from shared.engine.sampler import sample
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings
+from shared.engine.stash import Stash
 from shared.protocol.messages import FirstToken, Geometry, SamplingSpec
 from shared.runtime.clock import Clock, LoopClock
 from shared.runtime.errors import BatonError, Cancelled, EngineError, InvalidRequest
@@ -27,6 +28,7 @@ from shared.state.pages import PageAllocator
 from shared.transfer.link import TicketKey
 
 log = logging.getLogger(__name__)
+_NOBODY = TicketKey(1, 1)
 
 
 class BatchEngine:
@@ -60,7 +62,8 @@ class BatchEngine:
         self._clock = clock or LoopClock()
         self._runner = Runner(model, pool, sample_rows)
         self._capacity = Capacity(pool.layout, settings.growth_tokens, pool.clear_slot)
-        self._scheduler = Scheduler(pool.layout, settings, self._capacity, model.eos_token_ids, self.stats)
+        self._stash = Stash(pool.layout, settings.stash_bytes)
+        self._scheduler = Scheduler(pool.layout, settings, self._capacity, self._stash, model.eos_token_ids, self.stats)
         self._streams: dict[TicketKey, asyncio.Queue[ChunkDone | BatonError]] = {}
         self._released: dict[TicketKey, asyncio.Event] = {}
         self._wake = asyncio.Event()
@@ -70,9 +73,17 @@ class BatchEngine:
 
     # Tickets
 
+    def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
+        return self._capacity.check(self._new_group(_NOBODY, prompt, sampling, decodes))
+
     def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
         if key in self._scheduler.groups:
             raise ValueError(f"{key} is reserved already")
+        self._scheduler.reserve(self._new_group(key, prompt, sampling, decodes))
+        self._wake.set()  # others may have to give way
+
+    def _new_group(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, decodes: bool) -> Group:
+        """InvalidRequest where the model could never take it."""
         room = self.max_model_len - len(prompt)
         if not prompt:
             raise InvalidRequest("the prompt is empty")
@@ -84,7 +95,7 @@ class BatchEngine:
             raise InvalidRequest(f"token ids must be 0 to {self._vocab_size - 1}")
         choices = [Choice(index) for index in range(sampling.n)]
         max_new = min(sampling.max_tokens, room)
-        self._scheduler.reserve(Group(key, prompt, sampling, decodes, max_new, choices))
+        return Group(key, prompt, sampling, decodes, max_new, choices)
 
     def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
         group = self._group(key)
@@ -93,13 +104,18 @@ class BatchEngine:
         pages, slot = tuple(group.trunk_pages), (group.trunk_slot,)
         return tuple(pages if c.index is IndexKind.PAGE else slot for c in self.layout.components)
 
+    def compute_ahead(self, key: TicketKey, attempts: int) -> None:
+        self._check_open()
+        self._scheduler.compute_ahead(self._group(key), attempts)
+        self._wake.set()
+
     async def prefill(self, key: TicketKey) -> AsyncGenerator[ChunkDone, None]:
         group = self._group(key)
         self._check_open()
         queue: asyncio.Queue[ChunkDone | BatonError] = asyncio.Queue(self._settings.prefill_lead + 2)
         self._streams[key] = queue
         try:
-            self._scheduler.start_prompt(group)
+            self._tell(self._scheduler.start_prompt(group))
             last = False
             while not last:
                 self._wake.set()
@@ -118,6 +134,8 @@ class BatchEngine:
         group = self._group(key)
         if [token.choice for token in first] != list(range(len(group.choices))):
             raise ValueError(f"{key}: one handoff token for each of {len(group.choices)} choices is needed, in order")
+        if not all(0 <= token.token < self._vocab_size for token in first):
+            raise EngineError(f"token ids must be 0 to {self._vocab_size - 1}")
         self._check_open()
         self._scheduler.start_prefilled(group, first)
         self._wake.set()
@@ -153,16 +171,27 @@ class BatchEngine:
     def slots(self) -> tuple[int, int, int]:
         return self._counts(self._capacity.slots)
 
+    def left(self) -> tuple[int, int]:
+        return self._scheduler.room.left()
+
     def queues(self) -> dict[str, int]:
-        lengths = {"waiting": 0, "prefilling": 0, "running": 0, "preempted": 0}
+        lengths = {"waiting": 0, "prefilling": 0, "parked": 0, "yielded": 0, "running": 0, "preempted": 0}
         for group in self._scheduler.groups.values():
             if group.phase is Phase.PROMPT:
                 lengths["prefilling" if group.computed else "waiting"] += 1
+            elif group.phase is Phase.PARKED:
+                lengths["parked"] += 1
             elif group.phase is Phase.DECODING:
                 lengths["running"] += len(group.live)
-            elif group.phase is Phase.PREEMPTED:
+            elif group.phase is Phase.PREEMPTED and group.decodes:
                 lengths["preempted"] += 1
+            elif group.phase is Phase.PREEMPTED:
+                lengths["waiting" if group.claims else "yielded"] += 1
         return lengths
+
+    @property
+    def stashed_bytes(self) -> int:
+        return self._stash.used_bytes
 
     @property
     def last_progress_age_s(self) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 import torch
@@ -29,8 +29,12 @@ class ThreadExecutor:
             initargs=(num_threads,),
         )
 
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """For what may be abandoned while it runs, because it uses nothing that anybody else would free."""
+        return self._pool.submit(work)
+
     async def run(self, work: Callable[[], T]) -> T:
-        future = asyncio.wrap_future(self._pool.submit(work))
+        future = asyncio.wrap_future(self.submit(work))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -55,6 +56,26 @@ class StatePool:
         for tensor, paged in zip(self.tensors, self._paged, strict=True):
             if not paged:
                 tensor[:, target] = tensor[:, source]
+
+    def read_units(self, pages: Sequence[int], slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Copies in host memory, one a component: [layers, units, *unit_shape]."""
+        return tuple(
+            tensor[:, list(pages if paged else slots)].cpu()
+            for tensor, paged in zip(self.tensors, self._paged, strict=True)
+        )
+
+    def write_units(
+        self,
+        saved: Sequence[torch.Tensor],
+        pages: Sequence[tuple[int, int]],
+        slots: Sequence[tuple[int, int]],
+    ) -> None:
+        """pages, slots: (number among the saved units, unit of the pool)."""
+        for tensor, source, paged in zip(self.tensors, saved, self._paged, strict=True):
+            pairs = pages if paged else slots
+            if pairs:
+                numbers, units = [number for number, _ in pairs], [unit for _, unit in pairs]
+                tensor[:, units] = source[:, numbers].to(tensor.device)
 
     def close(self) -> None:
         """Idempotent. No step may be running."""

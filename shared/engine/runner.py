@@ -1,4 +1,5 @@
-"""Carries a step out, in the compute thread: copies, one forward over all rows, and the samples."""
+"""Carries a step out, in the compute thread: copies, what moves to and from host memory, one forward over all rows, and
+the samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,12 @@ class Runner:
                 self._pool.copy_page(copy.source, copy.target)
             else:
                 self._pool.copy_slot(copy.source, copy.target)
+        for save in plan.saves:
+            save.saved.tensors = self._pool.read_units(save.pages, save.slots)
+        for load in plan.loads:
+            self._pool.write_units(load.saved.tensors, load.pages, load.slots)
+        if not plan.rows:
+            return StepResult(())
         self._check_tables(plan.rows)
         logits = self._model.forward(build_batch(plan.rows), self._pool.tensors)
         wanted = [row for row in plan.rows if row.samples]

@@ -5,16 +5,17 @@ between (a ticket starts, a choice ends) never touch what a step under way uses:
 `fail`.
 """
 
-from collections.abc import Iterator
-
 from shared.engine.api import ChunkDone, EngineStats, GroupFailed, TokenOut
 from shared.engine.batch import Row, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.effects import StepEffects
 from shared.engine.pieces import chunk_pieces
+from shared.engine.room import Room
+from shared.engine.rows import choice_row, chunk_rows
 from shared.engine.sampler import Sampled, SampleRow
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings
+from shared.engine.stash import Stash
 from shared.protocol.messages import FirstToken
 from shared.runtime.errors import EngineError, PoolExhausted
 from shared.state.layout import PoolLayout
@@ -30,6 +31,7 @@ class Scheduler:
         layout: PoolLayout,
         settings: EngineSettings,
         capacity: Capacity,
+        stash: Stash,
         eos_token_ids: frozenset[int],
         stats: EngineStats,
     ) -> None:
@@ -38,6 +40,7 @@ class Scheduler:
         self._layout = layout
         self._settings = settings
         self._capacity = capacity
+        self.room = Room(capacity, stash, self.groups, self._active, stats)
         self._eos_token_ids = eos_token_ids
         self._stats = stats
 
@@ -47,12 +50,29 @@ class Scheduler:
         """Takes the group in, or raises what `Capacity.admit` raises. While preempted groups wait for room there is
         none for new ones."""
         self._capacity.check(group)
-        if group.decodes and any(other.phase is Phase.PREEMPTED for other in self._active.values()):
+        if not group.decodes:
+            self.room.admit(group)
+        elif any(other.phase is Phase.PREEMPTED for other in self._active.values()):
             raise PoolExhausted("preempted requests wait for room")
-        self._capacity.admit(group)
+        else:
+            self._capacity.admit(group)
         self.groups[group.key] = group
 
-    def start_prompt(self, group: Group) -> None:
+    def start_prompt(self, group: Group) -> StepEffects:
+        """Somebody waits for the prompt. What was computed ahead is told at once, if it is in the pool."""
+        effects = StepEffects()
+        if group.asked or (group.phase is not Phase.RESERVED and group.decodes):
+            raise ValueError(f"{group.key} was started before")
+        group.asked, group.optimistic = True, False
+        group.claims = group.phase is Phase.PREEMPTED
+        self._activate(group, Phase.PROMPT)
+        if not group.loading:
+            self._tell_so_far(group, effects)
+        return effects
+
+    def compute_ahead(self, group: Group, attempts: int) -> None:
+        """Nobody waits for the prompt yet."""
+        group.optimistic, group.attempts = True, attempts
         self._activate(group, Phase.PROMPT)
 
     def start_prefilled(self, group: Group, first: tuple[FirstToken, ...]) -> None:
@@ -90,22 +110,25 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan | None, StepEffects]:
         """The next step, or None where nothing can be computed now. Must not be called while a step is under way."""
         effects = StepEffects()
+        self.room.begin()
         rows = self._decode_rows(effects)
-        self._readmit(effects)
-        rows += self._chunk_rows(len(rows))
-        if not rows:
-            return None, effects
+        for group, error in self.room.readmit(effects):
+            self._fail_group(group, error.code, error.message, effects)
+        self.room.serve_claims(effects)
+        rows += chunk_rows(self._active.values(), len(rows), self._settings, self._eos_token_ids)
         copies = []
-        for row in rows:
-            group = self.groups[row.key]
-            group.in_step = True
-            if row.choice is not None:
-                copies += group.copies
-                group.copies = []
-        return StepPlan(tuple(copies), tuple(rows)), effects
+        for key in [row.key for row in rows if row.choice is not None] + [save.key for save in self.room.saves]:
+            copies += self.groups[key].copies
+            self.groups[key].copies = []
+        plan = StepPlan(tuple(copies), tuple(rows), tuple(self.room.saves), tuple(self.room.loads))
+        for key in plan.keys:
+            self.groups[key].in_step = True
+        return plan if plan.keys else None, effects
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEffects:
         effects = StepEffects()
+        for load in plan.loads:
+            self._tell_so_far(self.groups[load.key], effects)
         for row, sampled in zip(plan.rows, result.sampled, strict=True):
             group = self.groups[row.key]
             if group.phase is Phase.ENDED:
@@ -122,7 +145,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, code: str, message: str) -> StepEffects:
         """The step could not be computed: ends its groups, and only them."""
         effects = StepEffects()
-        for key in {row.key: None for row in plan.rows}:
+        for key in plan.keys:
             self._fail_group(self.groups[key], code, message, effects)
         self._settle(plan, effects)
         return effects
@@ -136,88 +159,13 @@ class Scheduler:
                 continue
             live = group.live
             ready = [choice for choice in live if group.pending_len(choice) == 1]
-            runs = [self._choice_row(group, choice, 1) for choice in ready if self._make_room(group, choice, effects)]
+            able = [choice for choice in ready if self.room.make_room(group, choice, effects)]
+            runs = [choice_row(group, choice, 1, self._eos_token_ids) for choice in able]
             if not runs and len(ready) == len(live) and self._capacity.holds_everything(group):
                 message = f"the request holds all {self._capacity.pages.total} pages and needs more to go on"
                 self._fail_group(group, PoolExhausted.code, message, effects)
             rows += runs
         return rows
-
-    def _make_room(self, group: Group, choice: Choice, effects: StepEffects) -> bool:
-        """A page for the choice's next position. The youngest group that started later gives way; where there is none,
-        the choice sits this step out and keeps what it has."""
-        while not self._capacity.try_grow(group, choice):
-            victim = next((other for other in reversed(self._active.values()) if other.is_preemptible), None)
-            if victim is None or victim is group:
-                return False
-            victim.phase = Phase.PREEMPTED
-            self._capacity.drop(victim)
-            self._stats.preemptions += 1
-            effects.preempted.append(victim.key)
-        return True
-
-    def _readmit(self, effects: StepEffects) -> None:
-        """Preempted groups come back oldest first. Each running choice may soon want a page: that many stay free, or
-        the group would soon be sent away again."""
-        for group in list(self._active.values()):
-            if group.phase is not Phase.PREEMPTED:
-                continue
-            headroom = sum(len(g.live) for g in self._active.values() if g.phase is Phase.DECODING)
-            try:
-                if not self._capacity.try_readmit(group, headroom):
-                    return
-            except PoolExhausted as error:
-                self._fail_group(group, error.code, error.message, effects)
-                continue
-            group.phase = Phase.PROMPT
-            effects.resumed.append(group.key)
-
-    def _chunk_rows(self, num_decodes: int) -> list[Row]:
-        """Prompts first come, first served. Beside decoding at most one chunk, so that token intervals stay short."""
-        rows: list[Row] = []
-        num_tokens = num_decodes
-        for row in self._chunk_candidates():
-            if rows and (num_decodes or num_tokens + len(row.tokens) > self._settings.max_step_tokens):
-                break
-            rows.append(row)
-            num_tokens += len(row.tokens)
-        return rows
-
-    def _chunk_candidates(self) -> Iterator[Row]:
-        chunk = self._settings.prefill_chunk
-        for group in self._active.values():
-            if group.phase is Phase.PROMPT and group.ahead < self._settings.prefill_lead:
-                yield self._prompt_row(group, min(chunk, group.prompt_len - group.computed))
-            elif group.phase is Phase.DECODING:
-                for choice in group.live:
-                    if (pending := group.pending_len(choice)) > 1:
-                        yield self._choice_row(group, choice, min(chunk - choice.computed % chunk, pending))
-
-    def _prompt_row(self, group: Group, count: int) -> Row:
-        start, end = group.computed, group.computed + count
-        samples: tuple[SampleRow, ...] = ()
-        if end == group.prompt_len:
-            samples = tuple(self._sample_row(group, choice) for choice in group.live if not choice.outputs)
-        assert group.trunk_slot is not None
-        tokens, pages = group.prompt[start:end], tuple(group.trunk_pages)
-        return Row(group.key, None, tokens, start, pages, group.trunk_slot, samples)
-
-    def _choice_row(self, group: Group, choice: Choice, count: int) -> Row:
-        start, end, prompt_len = choice.computed, choice.computed + count, group.prompt_len
-        tokens = tuple(choice.outputs[start - prompt_len : end - prompt_len])
-        samples = (self._sample_row(group, choice),) if end == group.known_len(choice) else ()
-        assert choice.slot is not None
-        return Row(group.key, choice.index, tokens, start, tuple(choice.pages), choice.slot, samples)
-
-    def _sample_row(self, group: Group, choice: Choice) -> SampleRow:
-        return SampleRow(
-            sampling=group.sampling,
-            choice=choice.index,
-            position=group.known_len(choice),
-            prompt_ids=group.prompt,
-            output_ids=tuple(choice.outputs),
-            eos_token_ids=self._eos_token_ids,
-        )
 
     # Taking results in
 
@@ -226,12 +174,14 @@ class Scheduler:
         self._stats.prompt_tokens_computed += len(row.tokens)
         complete = row.end == group.prompt_len
         if not group.decodes:
-            first = tuple(self._first_token(group, s, token) for s, token in zip(row.samples, sampled, strict=True))
-            pieces = chunk_pieces(self._layout, row.start, row.end, complete, row.pages, row.slot)
-            effects.chunks.append((group.key, ChunkDone(row.start, row.end, pieces, first)))
-            group.ahead += 1
-            if complete:
-                self._end(group)
+            if row.samples:
+                first = (self._first_token(group, s, token) for s, token in zip(row.samples, sampled, strict=True))
+                group.first = tuple(first)
+            if group.asked:
+                self._tell_chunk(group, row.start, effects)
+            elif complete:
+                group.phase = Phase.PARKED
+                effects.parked.append(group.key)
             return
         if not complete:
             return
@@ -239,6 +189,22 @@ class Scheduler:
             self._take_token(group, group.choices[sample.choice], token, effects)
         group.phase = Phase.DECODING
         self._begin_decoding(group)
+
+    def _tell_so_far(self, group: Group, effects: StepEffects) -> None:
+        """To somebody who takes chunks: what was computed before it did, or before it came back."""
+        if group.asked and not group.decodes and group.computed and group.phase in (Phase.PROMPT, Phase.PARKED):
+            self._tell_chunk(group, 0, effects)
+
+    def _tell_chunk(self, group: Group, start: int, effects: StepEffects) -> None:
+        assert group.trunk_slot is not None
+        complete = group.computed == group.prompt_len
+        pages, slot = tuple(group.trunk_pages), group.trunk_slot
+        pieces = chunk_pieces(self._layout, start, group.computed, complete, pages, slot)
+        first = group.first if complete else ()
+        effects.chunks.append((group.key, ChunkDone(start, group.computed, pieces, first)))
+        group.ahead += 1
+        if complete:
+            self._end(group)
 
     def _apply_choice(
         self, group: Group, choice: Choice, row: Row, sampled: tuple[Sampled, ...], effects: StepEffects
@@ -267,9 +233,12 @@ class Scheduler:
     # Phases
 
     def _activate(self, group: Group, phase: Phase) -> None:
-        if group.phase is not Phase.RESERVED:
+        if group.key in self._active and not group.decodes:  # it was computed ahead
+            return
+        if group.phase is Phase.RESERVED:
+            group.phase = phase
+        elif group.phase is not Phase.PREEMPTED or group.decodes:
             raise ValueError(f"{group.key} was started before")
-        group.phase = phase
         self._active[group.key] = group
         if not group.live:
             self._end(group)
@@ -294,15 +263,21 @@ class Scheduler:
 
     def _settle(self, plan: StepPlan, effects: StepEffects) -> None:
         """The step is over: what was put off because of it is done now."""
-        for key in {row.key: None for row in plan.rows}:
+        loaded, saved = {load.key for load in plan.loads}, {save.key for save in plan.saves}
+        for key in plan.keys:
             group = self.groups[key]
-            group.in_step = False
+            group.in_step = group.loading = False
+            if key in loaded or (key in saved and group.phase is Phase.ENDED):
+                self.room.forget(group)
             if group.retiring:
                 self._release(group)
                 effects.released.append(key)
+            elif key in saved:
+                self._capacity.drop(group)
             else:
                 self._capacity.drop_finished(group)
 
     def _release(self, group: Group) -> None:
+        self.room.forget(group)
         self._capacity.drop(group)
         del self.groups[group.key]

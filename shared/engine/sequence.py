@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shared.engine.batch import CopyPage, CopySlot
-from shared.protocol.messages import FinishReason, SamplingSpec
+from shared.engine.stash import Saved
+from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
 from shared.transfer.link import TicketKey
 
 
@@ -18,9 +19,11 @@ class Phase(Enum):
     """Holds its pages; its state is arriving, or nobody asked for it yet. Never preempted."""
     PROMPT = "prompt"
     """The prompt is being computed: for the first time, or again after preemption."""
+    PARKED = "parked"
+    """P: the prompt was computed ahead and nobody has asked for it yet."""
     DECODING = "decoding"
     PREEMPTED = "preempted"
-    """Holds nothing, waits for room to be computed again."""
+    """Waits for room. Holds nothing, except that the step under way may still be copying its state away."""
     ENDED = "ended"
     """Finished, failed or stopped. Computes nothing more; holds what it has until it is retired."""
 
@@ -42,7 +45,11 @@ class Group:
     """trunk_pages and trunk_slot belong to the prompt until the choices branch off; spare_pages and spare_slots are
     what was taken ahead for them then, with growth_tokens positions for each. max_new: tokens a choice may generate,
     after clipping. copies: still to be carried out, in the first step that runs a choice. ahead: chunks computed
-    that the consumer has not taken."""
+    that the consumer has not taken. saved: its state in host memory, while it is preempted. gave_way: it was
+    preempted and has not come back. loading: the step under way brings its state back.
+
+    On P: asked: somebody takes its chunks. optimistic: it is computed though nobody does yet; attempts: how often
+    that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn."""
 
     key: TicketKey
     prompt: tuple[int, ...]
@@ -59,8 +66,16 @@ class Group:
     computed: int = 0
     copies: list[CopyPage | CopySlot] = field(default_factory=list)
     ahead: int = 0
+    saved: Saved | None = None
+    gave_way: bool = False
+    loading: bool = False
     in_step: bool = False
     retiring: bool = False
+    asked: bool = False
+    optimistic: bool = False
+    attempts: int = 0
+    claims: bool = False
+    first: tuple[FirstToken, ...] = ()
 
     @property
     def prompt_len(self) -> int:
@@ -73,6 +88,16 @@ class Group:
     @property
     def is_preemptible(self) -> bool:
         return self.decodes and self.phase in (Phase.PROMPT, Phase.DECODING)
+
+    @property
+    def is_yieldable(self) -> bool:
+        """P: what it holds is anybody's who needs it."""
+        return self.optimistic and self.phase in (Phase.PROMPT, Phase.PARKED)
+
+    @property
+    def is_complete(self) -> bool:
+        """The prompt is computed."""
+        return (self.saved.computed if self.saved else self.computed) == self.prompt_len
 
     def known_len(self, choice: Choice) -> int:
         """Positions whose token is known."""

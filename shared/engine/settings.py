@@ -16,7 +16,8 @@ class EngineSettings:
     prefill_chunk: prompt tokens a sequence computes in one step; chunk borders are multiples of it, whatever the load.
     max_step_tokens: several prompts share a step up to this many tokens. growth_tokens: positions a reservation takes
     beyond the prompt, for each choice. prefill_lead: chunks computed ahead of what the consumer has taken.
-    max_model_len: a limit below the model's own.
+    max_model_len: a limit below the model's own. stash_bytes: host memory for the state of those that gave way; what
+    finds no room there is computed again.
     """
 
     page_tokens: int = 16
@@ -28,6 +29,7 @@ class EngineSettings:
     growth_tokens: int = 64
     prefill_lead: int = 2
     max_model_len: int | None = None
+    stash_bytes: int = 0
 
     def __post_init__(self) -> None:
         if (self.num_pages is None) == (self.kv_bytes is None):
@@ -36,6 +38,8 @@ class EngineSettings:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.stash_bytes < 0:
+            raise ValueError(f"stash_bytes must not be negative, not {self.stash_bytes}")
 
 
 def plan_layout(model: Model, settings: EngineSettings) -> PoolLayout:

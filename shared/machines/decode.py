@@ -4,7 +4,7 @@
     FILLING      the first bytes were announced; the sidecar writes                       owner: the ticket
     COMMITTED    record, counts and digests agree; nothing is written any more            owner: the ticket
     STARTED      in the running batch; the engine writes                                  owner: the ticket
-    PREEMPTED    gave its pages up and will be recomputed                                 owner: nobody, it holds none
+    PREEMPTED    gave its pages up: its state is in host memory, or is computed again     owner: nobody (a step copies)
     QUARANTINED  ended, but a step or the sidecar may still touch the pages               owner: quarantine
     FREE         proven quiet                                                             owner: the pool
 

@@ -8,7 +8,7 @@ clock reading. KV bytes never travel here.
 from enum import StrEnum
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from shared.protocol.packing import PackedBytes, PackedInts
 
@@ -16,6 +16,18 @@ Room = Annotated[int, Field(gt=0, lt=1 << 63)]
 Generation = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PeerName = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,64}$")]
+"""Becomes part of a subject, so nothing else may be in it."""
+Index = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+MAX_CHOICES = 128
+MAX_ROLL_CALL = 1024
+_MAX_NOTE_LEN = 1000
+Note = Annotated[str, AfterValidator(lambda text: text[:_MAX_NOTE_LEN])]
+"""Words for people. Cut short, because receivers keep them with the memory of ended tickets."""
+Leg = Annotated[str, Field(pattern=r"^(|prefill|decode|gateway)$")]
+Code = Annotated[str, Field(pattern=r"^[a-z_]{0,40}$")]
+Secret = Annotated[PackedBytes, Field(max_length=64)]
 
 
 class WireModel(BaseModel):
@@ -27,7 +39,7 @@ class SamplingSpec(WireModel):
     """How tokens are chosen. The randomness of choice c at position p depends on (seed, c, p) alone."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 16
     min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -37,8 +49,8 @@ class SamplingSpec(WireModel):
     presence_penalty: Finite = 0.0
     frequency_penalty: Finite = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    logit_bias: tuple[tuple[int, Finite], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[TokenId, Finite], ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """None: no logprobs. k: the chosen token's and those of the k best."""
@@ -88,13 +100,15 @@ class Reserve(TicketMessage):
     kind: Literal["reserve"] = "reserve"
     v: Literal[1] = 1
     request_id: str
-    gateway: str
-    prefill: str | None
+    gateway: PeerName
+    prefill: PeerName | None
     """The P that will send the state; None: D computes the prompt itself (path=local)."""
     identity: str
     prompt: PackedInts
     sampling: SamplingSpec
     remaining_s: Seconds
+    waited_s: Seconds = 0.0
+    """How old the request is: who has waited longest comes first."""
 
 
 class Prefill(TicketMessage):
@@ -103,12 +117,14 @@ class Prefill(TicketMessage):
     kind: Literal["prefill"] = "prefill"
     v: Literal[1] = 1
     request_id: str
-    gateway: str
-    decode: str
+    gateway: PeerName
+    decode: PeerName
     identity: str
     prompt: PackedInts
     sampling: SamplingSpec
     remaining_s: Seconds
+    waited_s: Seconds = 0.0
+    """How old the request is: who has waited longest comes first."""
 
 
 class Verdict(WireModel):
@@ -117,8 +133,8 @@ class Verdict(WireModel):
     kind: Literal["verdict"] = "verdict"
     v: Literal[1] = 1
     ok: bool
-    code: str = ""
-    message: str = ""
+    code: Code = ""
+    message: Note = ""
     retry_after_s: Seconds | None = None
 
 
@@ -127,11 +143,11 @@ class Destination(TicketMessage):
 
     kind: Literal["destination"] = "destination"
     v: Literal[1] = 1
-    decode: str
+    decode: PeerName
     identity: str
     geometry: Geometry
     link: LinkAddress
-    secret: PackedBytes
+    secret: Secret
 
 
 class DestinationStatus(StrEnum):
@@ -145,15 +161,15 @@ class DestinationReply(WireModel):
     kind: Literal["destination_reply"] = "destination_reply"
     v: Literal[1] = 1
     status: DestinationStatus
-    code: str = ""
-    message: str = ""
+    code: Code = ""
+    message: Note = ""
 
 
 class FirstToken(WireModel):
     """The handoff token of one choice: sampled by P, has no KV yet. `finish` is set where it ends the choice."""
 
-    choice: Annotated[int, Field(ge=0)]
-    token: int
+    choice: Index
+    token: TokenId
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
 
@@ -178,7 +194,7 @@ class Commit(TicketMessage):
 
     kind: Literal["commit"] = "commit"
     v: Literal[1] = 1
-    prefill: str
+    prefill: PeerName
     prompt_len: Annotated[int, Field(ge=1)]
     first: tuple[FirstToken, ...]
     components: tuple[ComponentDigest, ...]
@@ -197,16 +213,16 @@ class CommitReply(WireModel):
     kind: Literal["commit_reply"] = "commit_reply"
     v: Literal[1] = 1
     status: CommitStatus
-    code: str = ""
-    message: str = ""
+    code: Code = ""
+    message: Note = ""
 
 
 class TokenEntry(TicketMessage):
     """Tokens `index`, `index + 1` … of one choice."""
 
-    choice: Annotated[int, Field(ge=0)]
-    index: Annotated[int, Field(ge=0)]
-    tokens: tuple[int, ...]
+    choice: Index
+    index: Index
+    tokens: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
 
@@ -229,7 +245,7 @@ class Tokens(WireModel):
 
     kind: Literal["tokens"] = "tokens"
     v: Literal[1] = 1
-    sender: str
+    sender: PeerName
     entries: tuple[TokenEntry, ...]
     timings: tuple[tuple[int, TicketTimings], ...] = ()
     """(room, timings), sent once with a ticket's first tokens."""
@@ -240,7 +256,7 @@ class Replay(TicketMessage):
 
     kind: Literal["replay"] = "replay"
     v: Literal[1] = 1
-    wanted: tuple[tuple[int, int], ...]
+    wanted: Annotated[tuple[tuple[Index, Index], ...], Field(max_length=MAX_CHOICES)]
 
 
 class ReplayStatus(StrEnum):
@@ -254,6 +270,10 @@ class ReplayReply(WireModel):
     v: Literal[1] = 1
     status: ReplayStatus
     entries: tuple[TokenEntry, ...] = ()
+    code: Code = ""
+    message: Note = ""
+    by: Leg = ""
+    """Why the ticket ended, where it did not finish and this is still known."""
 
 
 class Cancel(TicketMessage):
@@ -261,8 +281,8 @@ class Cancel(TicketMessage):
 
     kind: Literal["cancel"] = "cancel"
     v: Literal[1] = 1
-    reason: str
-    choice: Annotated[int, Field(ge=0)] | None = None
+    reason: Note
+    choice: Index | None = None
 
 
 class Fail(TicketMessage):
@@ -270,9 +290,34 @@ class Fail(TicketMessage):
 
     kind: Literal["fail"] = "fail"
     v: Literal[1] = 1
-    sender: str
-    code: str
-    message: str
+    sender: PeerName
+    code: Code
+    message: Note
+    by: Leg = ""
+    """Which leg is to blame; empty: nobody knows."""
+
+
+class Ping(WireModel):
+    """Gateway to a worker that works for it. It is answered; that nobody listens there any more is known at once."""
+
+    kind: Literal["ping"] = "ping"
+    v: Literal[1] = 1
+
+
+class RollCall(WireModel):
+    """Worker to gateway: which of these rooms do you not know? A room is opened before anybody hears of it and never
+    used again, so one that is unknown is over."""
+
+    kind: Literal["roll_call"] = "roll_call"
+    v: Literal[1] = 1
+    sender: PeerName
+    rooms: Annotated[tuple[Room, ...], Field(max_length=MAX_ROLL_CALL)]
+
+
+class RollCallReply(WireModel):
+    kind: Literal["roll_call_reply"] = "roll_call_reply"
+    v: Literal[1] = 1
+    gone: tuple[Room, ...]
 
 
 class Pages(WireModel):
@@ -280,6 +325,8 @@ class Pages(WireModel):
     free: int
     quarantined: int = 0
     in_tickets: int = 0
+    yieldable: int = 0
+    """Held by prompts that P computed ahead, which give them up for a new one. Part of `in_tickets`."""
 
 
 class WorkerReport(WireModel):
@@ -288,8 +335,8 @@ class WorkerReport(WireModel):
     kind: Literal["heartbeat"] = "heartbeat"
     v: Literal[1] = 1
     role: Literal["gateway", "prefill", "decode", "sidecar", "kvstore"]
-    id: str
-    boot_id: str
+    id: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
+    boot_id: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,23}$")]
     pid: int
     host: str
     http_port: int = 0
@@ -303,6 +350,8 @@ class WorkerReport(WireModel):
     slots: Pages | None = None
     queues: dict[str, int] = {}
     tickets: dict[str, int] = {}
+    stashed_bytes: int = 0
+    """Host memory that holds the state of requests that gave their pages up, now."""
     counters: dict[str, float] = {}
     settings: dict[str, str | int | float | bool | None] = {}
     sequence: int = 0

@@ -11,6 +11,8 @@ once), never its successor. In the order of a request's life:
     decode   -> gateway  tokens        one message a step and gateway
     gateway  -> decode   replay        tokens from k, after a gap or silence
     any      -> any      cancel, fail  the end, both ways
+    gateway  -> worker   ping          are you there?
+    worker   -> gateway  roll_call     which of these tickets have you ended?
     any      -> all      heartbeat     what a process is and has
 """
 
@@ -27,8 +29,10 @@ REPLAY = "replay"
 CANCEL = "cancel"
 FAIL = "fail"
 HEARTBEAT = "heartbeat"
+PING = "ping"
+ROLL_CALL = "roll_call"
 
-VERBS = (RESERVE, PREFILL, DESTINATION, COMMIT, TOKENS, REPLAY, CANCEL, FAIL, HEARTBEAT)
+VERBS = (RESERVE, PREFILL, DESTINATION, COMMIT, TOKENS, REPLAY, CANCEL, FAIL, HEARTBEAT, PING, ROLL_CALL)
 ROLES = ("gateway", "prefill", "decode", "sidecar", "kvstore")
 _PEER = re.compile(r"[a-z0-9_-]{1,64}")
 

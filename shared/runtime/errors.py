@@ -2,7 +2,7 @@
 
 BatonError
   ProtocolError        the wire: StaleGeneration, IdentityMismatch, UnknownRoom, DeadRoom
-  CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker
+  CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker, ShuttingDown
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
   EngineError          compute failed
   RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
@@ -26,6 +26,8 @@ class BatonError(Exception):
         self.message = str(self)
         self.param = param
         self.retry_after_s = retry_after_s
+        self.by = ""
+        """The leg to blame (`prefill`, `decode`), where whoever raises it knows better than whoever catches it."""
 
 
 class ProtocolError(BatonError):
@@ -91,6 +93,12 @@ class NoWorker(CapacityError):
     """No worker that could serve the request is alive."""
 
     code = "no_worker"
+
+
+class ShuttingDown(CapacityError):
+    """This process is ending and takes nothing on any more."""
+
+    code = "shutting_down"
 
 
 class TransferError(BatonError):

@@ -1,4 +1,4 @@
-"""Publishes what a process is and has: at a steady pace, soon after a change, and at once when somebody asks."""
+"""Publishes what a process is and has: at a steady pace, and soon after a change or when somebody asks."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ class Heartbeat:
     async def _on_hello(self, message: Message) -> bytes | None:
         if message.reply:
             return encode(self._next())
-        await self.publish()
+        self.changed()  # many who ask at once are answered together
         return None
 
     def _next(self) -> WorkerReport:

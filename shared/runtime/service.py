@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, TypeVar
+import threading
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal, TypeVar
 
 from aiohttp import web
 
@@ -23,15 +24,20 @@ from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError
 from shared.runtime.heartbeat import Heartbeat
 from shared.runtime.ids import new_boot_id, peer_name
-from shared.runtime.settings import CommonSettings, ConfigError, load_settings, parse_flags, unknown_variables
+from shared.runtime.last_resort import exit_within
+from shared.runtime.loop_watch import LoopWatch
+from shared.runtime.settings import CommonSettings
 from shared.runtime.tasks import TaskOwner
-from shared.runtime.telemetry import new_registry, render_metrics, setup_logging
+from shared.runtime.telemetry import new_registry, render_metrics
 
 log = logging.getLogger(__name__)
 
-EXIT_CONFIG = 78
-"""Exit status of a process whose settings are wrong: starting it again cannot help."""
-WORKER_SWITCH_INTERVAL_S = 0.0002
+STOP_S = 3.0
+"""What `Service.stop` may take, beyond `shutdown_timeout_s`."""
+BUS_AWAY_S = 2.0
+_SLACK_S = 1.5
+
+T = TypeVar("T")
 
 
 class Service:
@@ -55,6 +61,7 @@ class Service:
         self.counters = Counters()
         self.tasks = TaskOwner(lambda _name: self.counters.add("task_failures"))
         self._bus = bus
+        self._bus_seen_at = 0.0
         self._heartbeat: Heartbeat | None = None
         self._stopping = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
@@ -65,12 +72,19 @@ class Service:
     async def start(self) -> None:
         """Brings the role up; bus and tasks are there. The process is ready when it returns, and ends if it raises."""
 
+    async def drain(self) -> None:
+        """Takes nothing on any more and waits for what is in hand. Called once the process was ready; cut off when
+        `shutdown_timeout_s` is over."""
+
     async def stop(self) -> None:
-        """Ends the role in order: admit nothing, drain, let go. Bus and tasks are still there. Called once whenever
-        `start` was called, even if that failed half-way. What is left in `tasks` is cancelled afterwards."""
+        """Ends what is left, with a cause that its clients are told, and lets go, within STOP_S. Bus and tasks are
+        still there. Called once whenever `start` was called, even if that failed half-way. What is then left in `tasks`
+        is cancelled."""
 
     def report(self) -> WorkerReport:
         """What the process is and has; subclasses extend it by `model_copy(update=…)`. Cheap, and raises nothing."""
+        if self._bus is not None:
+            self.bus_trouble()  # it is called often enough to know since when there is no connection
         return WorkerReport(
             role=self.role,
             id=self.base_settings.name,
@@ -79,13 +93,27 @@ class Service:
             host=self._host,
             http_port=self.http_port,
             state=self.state,
-            counters=self.counters.as_dict(),
+            counters=self.counters.as_dict() | self._bus_counters(),
             settings=self._public,
         )
+
+    def _bus_counters(self) -> dict[str, float]:
+        if self._bus is None:
+            return {}
+        return {f"bus_{name}": float(count) for name, count in asdict(self._bus.stats).items()}
 
     def unhealthy(self) -> str | None:
         """Why /health must say 503 though the process is ready; None: it is well."""
         return None
+
+    def bus_trouble(self) -> str | None:
+        """Why nobody can reach us; None also for a moment after the connection was lost: it mostly comes back, and what
+        came in meanwhile waits for it."""
+        if self.bus.connected:
+            self._bus_seen_at = self.clock.now()
+            return None
+        away_s = self.clock.now() - self._bus_seen_at
+        return f"nats-server has been away for {away_s:.0f} s" if away_s > BUS_AWAY_S else None
 
     @property
     def bus(self) -> Bus:
@@ -111,17 +139,23 @@ class Service:
             self._starting.cancel()
 
     async def run(self, *, signals: bool = True) -> None:
-        """Lives until a signal or `request_stop`; raises if a vital part failed."""
+        """Lives until a signal or `request_stop`; raises if a vital part failed. A second signal ends it at once."""
         loop = asyncio.get_running_loop()
+        longest_s = self.base_settings.shutdown_timeout_s + STOP_S + _SLACK_S
+        guards: list[threading.Timer] = []
 
         def on_signal(number: signal.Signals) -> None:
             log.info("%s: ending in order", number.name)
-            loop.remove_signal_handler(number)
+            guards.append(exit_within(longest_s, 1, f"still here after {longest_s:g} s: ended without any order"))
+            for each in handled:
+                loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_DFL)  # also where the loop stands still
             self.request_stop()
 
         handled = (signal.SIGTERM, signal.SIGINT) if signals else ()
         for number in handled:
             loop.add_signal_handler(number, on_signal, number)
+        watch = LoopWatch(lambda: self.counters.add("loop_stalls"))
         try:
             async with self.tasks:
                 await self._live()
@@ -132,6 +166,9 @@ class Service:
                 await self._runner.cleanup()
             for number in handled:
                 loop.remove_signal_handler(number)
+            for guard in guards:
+                guard.cancel()
+            watch.close()
 
     def add_probes(self, app: web.Application) -> None:
         """/health and /metrics."""
@@ -142,9 +179,10 @@ class Service:
         if self.serves_http:
             await self._listen()
         if self._bus is None:
-            self._bus = await self._connect()
+            self._bus = await self._unless_stopped(self._connect())
         if self._bus is None:
             return
+        self._bus_seen_at = self.clock.now()
         self._heartbeat = Heartbeat(self._bus, self.clock, self.report, self.base_settings.heartbeat_s)
         self.tasks.spawn_vital(self._heartbeat.run(), "heartbeat")
         try:
@@ -159,33 +197,50 @@ class Service:
             log.info("ready")
             await self._stopping.wait()
         finally:
-            await self._drain(self._heartbeat)
+            await self._end(self._heartbeat)
 
-    async def _drain(self, heartbeat: Heartbeat) -> None:
+    async def _end(self, heartbeat: Heartbeat) -> None:
+        was_ready, timeout_s = self.state == "ready", self.base_settings.shutdown_timeout_s
         self.state = "draining"
         try:
-            async with asyncio.timeout(self.base_settings.shutdown_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await heartbeat.publish()
-                await self.stop()
+                if was_ready:
+                    await self.drain()
         except TimeoutError:
-            log.warning("the ordered end took longer than %.1f s; ending anyway", self.base_settings.shutdown_timeout_s)
+            log.warning("not everything was done within %g s: what is left is ended", timeout_s)
+        finally:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self.stop()
+            except TimeoutError:
+                log.warning("the parts did not end within %g s; going without them", STOP_S)
 
-    async def _connect(self) -> Bus | None:
-        """The NATS bus; None if the end was asked for meanwhile."""
-        from shared.bus.nats import connect
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Its result; None where the end was asked for first, and then it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(work)
+            stopping = group.create_task(self._stopping.wait())
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            task.cancel()
+            stopping.cancel()
+        return None if task.cancelled() else task.result()
+
+    async def _connect(self) -> Bus:
+        from shared.bus.nats import connect, options_from
 
         settings = self.base_settings
+        options = options_from(settings)
         deadline = self.clock.now() + settings.connect_timeout_s
-        while not self._stopping.is_set():
+        while True:
             try:
-                return await connect(settings.nats_url, self.peer)
+                return await connect(settings.nats_url, self.peer, options)
             except (BusError, OSError) as error:
                 if self.clock.now() >= deadline:
                     raise BatonError(
                         f"no nats-server answers at {self._public['nats_url']} ({error}); start one, or set nats_url"
                     ) from error
             await self.clock.sleep(0.2)
-        return None
 
     async def _listen(self) -> None:
         app = web.Application()
@@ -202,52 +257,11 @@ class Service:
 
     async def _on_health(self, _request: web.Request) -> web.Response:
         why = self.unhealthy() if self.state == "ready" else f"the process is {self.state}"
-        if why is None and not self.bus.connected:
-            why = "nats-server is not connected"
+        if why is None:
+            why = self.bus_trouble()
         body = {"status": self.state if why is None or self.state != "ready" else "unhealthy", "id": self.peer}
         return web.json_response(body | ({} if why is None else {"reason": why}), status=200 if why is None else 503)
 
     async def _on_metrics(self, _request: web.Request) -> web.Response:
         body, kind = render_metrics(self.registry)
         return web.Response(body=body, headers={"Content-Type": kind})
-
-
-C = TypeVar("C", bound=CommonSettings)
-
-
-def main(settings_class: type[C], build: Callable[[C], Service], argv: Sequence[str] | None = None) -> None:
-    """The whole of a `__main__.py`: settings from flags and environment, logging, the service, and the exit status:
-    0 after an ordered end, 78 for wrong settings, 1 for a failure."""
-    try:
-        settings = load_settings(settings_class, parse_flags(settings_class, sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(EXIT_CONFIG)
-    if settings_class.role in ("prefill", "decode"):
-        sys.setswitchinterval(WORKER_SWITCH_INTERVAL_S)
-    sys.exit(asyncio.run(_run_to_status(build, settings)))
-
-
-async def _run_to_status(build: Callable[[C], Service], settings: C) -> int:
-    setup_logging(settings.name, settings.log_level, settings.log_format)
-    try:
-        service = build(settings)
-        setup_logging(service.peer, settings.log_level, settings.log_format)
-        for line in unknown_variables():
-            log.warning("%s", line)
-        log.debug("settings: %s", " ".join(f"{key}={value}" for key, value in settings.public().items()))
-        await service.run()
-    except ConfigError as error:
-        log.error("%s", error)
-        return EXIT_CONFIG
-    except Exception as error:
-        for leaf in _leaves(error):
-            log.critical("%s", leaf, exc_info=None if isinstance(leaf, BatonError | ConfigError) else leaf)
-        return EXIT_CONFIG if any(isinstance(leaf, ConfigError) for leaf in _leaves(error)) else 1
-    return 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

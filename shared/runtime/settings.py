@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -23,6 +23,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     SettingsError,
 )
+
+from shared.runtime.credentials import NatsSettings, masked, secret_fields
 
 PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
@@ -43,7 +45,7 @@ def default_cache_dir() -> Path:
     return Path(root) / "baton"
 
 
-class CommonSettings(BaseSettings):
+class CommonSettings(NatsSettings):
     """What every process has."""
 
     model_config = SettingsConfigDict(
@@ -52,7 +54,6 @@ class CommonSettings(BaseSettings):
     role: ClassVar[str] = ""
 
     name: str = Field("", description="name in logs and reports; a-z, 0-9, '_', '-'. Default: the role")
-    nats_url: str = Field("nats://127.0.0.1:4222", description="where nats-server listens")
     state_dir: Path = Field(Path(".baton/state"), description="where the process keeps its files")
     cache_dir: Path = Field(default_factory=default_cache_dir, description="prepared models")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
@@ -94,18 +95,15 @@ class CommonSettings(BaseSettings):
         )
 
     def public(self) -> dict[str, str | int | float | bool | None]:
-        """What may be shown: in reports and at the start of a log. Credentials in addresses are masked."""
-        shown: dict[str, str | int | float | bool | None] = {}
-        for field, value in self:
-            plain = value if value is None or isinstance(value, bool | int | float) else str(value)
-            shown[field] = re.sub(r"//[^/@]+@", "//***@", plain) if isinstance(plain, str) else plain
-        return shown
+        """What may be shown: in reports and at the start of a log. Secrets and logins in addresses are masked."""
+        return {
+            field: value if value is None or isinstance(value, bool | int | float) else masked(value)
+            for field, value in self
+        }
 
 
-class SidecarSettings(CommonSettings):
-    """The process that moves a worker's bytes."""
-
-    role: ClassVar[str] = "sidecar"
+class LinkSettings(CommonSettings):
+    """How a worker's bytes are moved: said to the worker, or to its sidecar."""
 
     transfer: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on the same host, else tcp")
     ipc_dir: Path | None = Field(None, description="sockets of the sidecars of one host. Default: STATE_DIR/ipc")
@@ -114,7 +112,17 @@ class SidecarSettings(CommonSettings):
     listen_host: str = Field("", description="address the sidecar listens on. Default: tcp_host")
 
 
-class WorkerSettings(SidecarSettings):
+class SidecarSettings(LinkSettings):
+    """The process that moves a worker's bytes."""
+
+    role: ClassVar[str] = "sidecar"
+
+    stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
+    peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
+    faults: str = Field("", description="injected faults, for tests")
+
+
+class WorkerSettings(LinkSettings):
     """What prefill and decode workers have; each role has its own copy of every field."""
 
     role: ClassVar[str] = ""
@@ -133,6 +141,9 @@ class WorkerSettings(SidecarSettings):
     max_step_tokens: Positive = Field(512, description="tokens of a step, prompts and running sequences together")
     growth_tokens: Positive = Field(256, description="tokens beyond the prompt that a reservation makes room for")
     max_model_len: Positive | None = Field(None, description="longest prompt and answer. Default: the model's")
+    stash_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="host memory for the state of requests that had to give their pages up"
+    )
 
     @field_validator("kv_bytes")
     @classmethod
@@ -155,6 +166,13 @@ class PrefillSettings(WorkerSettings):
     """A prefill worker."""
 
     role: ClassVar[str] = "prefill"
+
+    commit_timeout_s: Seconds = Field(
+        30.0, description="how long a prompt's pages are kept for a decode worker that has them and does not answer"
+    )
+    optimistic_attempts: Annotated[int, Field(ge=0)] = Field(
+        0, description="how often a prompt may be computed before its decode worker has said where to send it"
+    )
 
 
 class DecodeSettings(WorkerSettings):
@@ -182,9 +200,22 @@ class GatewaySettings(CommonSettings):
     request_timeout_s: Seconds = Field(600.0, description="deadline of a request that brings none")
     queue_timeout_s: Seconds = Field(60.0, description="how long a request may wait for a worker with room")
     max_queued: Positive = Field(512, description="requests that may wait; one more is answered 429")
+    bypass_limit: Positive = Field(32, description="how many later requests may pass one that waits for more room")
+    bypass_s: Seconds = Field(2.0, description="and for how long; then workers are kept free until it fits")
     max_active: Positive = Field(2048, description="requests in hand at once; one more is answered 429")
     path: Literal["auto", "remote", "local"] = Field("auto", description="where a request without `path` prefills")
     worker_timeout_s: Seconds = Field(2.0, description="a worker silent for so long is taken for lost")
+    api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
+    api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")
+
+    @model_validator(mode="after")
+    def _silence_is_longer_than_a_heartbeat(self) -> Self:
+        if self.worker_timeout_s <= 2 * self.heartbeat_s:
+            raise ValueError(
+                f"worker_timeout_s ({self.worker_timeout_s:g}) must be more than twice heartbeat_s "
+                f"({self.heartbeat_s:g}), or every worker is taken for lost between two reports"
+            )
+        return self
 
 
 ROLES: dict[str, type[CommonSettings]] = {
@@ -223,10 +254,13 @@ def parse_flags(cls: type[CommonSettings], argv: Sequence[str]) -> dict[str, str
         prog=f"python -m services.{cls.role}",
         description=f"{cls.__doc__} Each setting is a flag, BATON_{cls.role.upper()}_<FIELD>, BATON_<FIELD>, or a line "
         f"under [{cls.role}] or [common] of the TOML file that BATON_CONFIG names; the first found counts.",
-        epilog=f"example: python -m services.{cls.role} --nats-url nats://127.0.0.1:4222 --log-level debug",
+        epilog=f"No flags, because every user of the host could read them: {', '.join(secret_fields(cls))}. "
+        f"example: python -m services.{cls.role} --nats-url nats://127.0.0.1:4222 --log-level debug",
         allow_abbrev=False,
     )
     for field, info in cls.model_fields.items():
+        if field in secret_fields(cls):
+            continue
         default = info.get_default(call_default_factory=True, validated_data={})
         shown = "" if default in (None, "") else f" [{_human(default)}]"
         text = f"{info.description or ''}{shown}".replace("%", "%%")
@@ -269,8 +303,9 @@ def _explain(cls: type[CommonSettings], given: Mapping[str, object], item: Mappi
     flag = f"--{field.replace('_', '-')}"
     found = next((name for name in names if os.environ.get(name)), os.environ.get(CONFIG_VARIABLE, "the default"))
     source = flag if field in given else found
+    got = "***" if field in secret_fields(cls) else repr(item["input"])
     return (
-        f"{cls.role}: {field}: {problem} (got {item['input']!r} from {source}). "
+        f"{cls.role}: {field}: {problem} (got {got} from {source}). "
         f"Set it by {flag}, {names[0]}, or `{field} = …` under [{cls.role}] in the {CONFIG_VARIABLE} file."
     )
 

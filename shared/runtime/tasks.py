@@ -24,9 +24,13 @@ class TaskOwner:
         self._group = asyncio.TaskGroup()
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spawned: set[asyncio.Task[None]] = set()
 
     def spawn(self, coroutine: Work[object], name: str) -> asyncio.Task[None]:
-        return self._add(self._contained(coroutine, name), coroutine, name)
+        task = self._add(self._contained(coroutine, name), coroutine, name)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
 
     def spawn_vital(self, coroutine: Work[object], name: str) -> asyncio.Task[None]:
         return self._add(_finish(coroutine), coroutine, name)
@@ -34,6 +38,12 @@ class TaskOwner:
     @property
     def num_tasks(self) -> int:
         return len(self._tasks)
+
+    async def wait_spawned(self, timeout_s: float) -> None:
+        """Until the tasks of requests, and what they spawn meanwhile, have ended, or the time is over."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._spawned and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(set(self._spawned), timeout=left)
 
     def cancel_all(self) -> None:
         for task in list(self._tasks):

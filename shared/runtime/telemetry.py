@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from shared.protocol.messages import Pages, WorkerReport
+from shared.runtime.log_limit import RepeatLimit
 
 _NOT_A_NAME = re.compile(r"[^a-z0-9_]")
 
@@ -53,6 +54,7 @@ def setup_logging(peer: str, level: str, style: str = "human") -> None:
     """Replaces the root logger's handlers by one on stderr. style: human, bare (no peer) or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(peer) if style == "json" else _HumanFormatter(peer if style == "human" else ""))
+    handler.addFilter(RepeatLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -62,7 +64,8 @@ def setup_logging(peer: str, level: str, style: str = "human") -> None:
 
 class ReportCollector:
     """Turns a process's report into metrics: `baton_pages{kind}`, `baton_slots{kind}`, `baton_queue_length{queue}`,
-    `baton_tickets{state}`, `baton_ready`, and one `baton_<name>_total` for each of its counters."""
+    `baton_tickets{state}`, `baton_stashed_bytes`, `baton_ready`, and one `baton_<name>_total` for each of its
+    counters."""
 
     def __init__(self, report: Callable[[], WorkerReport]) -> None:
         self._report = report
@@ -76,6 +79,7 @@ class ReportCollector:
         yield from _pages("baton_slots", "Request slots of the pool.", report.slots)
         yield _gauge("baton_queue_length", "Requests or sequences by queue.", "queue", report.queues)
         yield _gauge("baton_tickets", "Tickets by state.", "state", report.tickets)
+        yield GaugeMetricFamily("baton_stashed_bytes", "State kept in host memory.", value=report.stashed_bytes)
         for name, value in sorted(report.counters.items()):
             metric = f"baton_{_NOT_A_NAME.sub('_', name.lower())}".removesuffix("_total")
             yield CounterMetricFamily(metric, f"{name} since the start of the process.", value=value)

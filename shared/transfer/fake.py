@@ -27,13 +27,15 @@ _NONCE = b"no wire, no replay"
 class Mishap:
     """What happens to one transfer. delay_s: before it is let in. layer_delay_s: before each layer is written.
     lost: it is let in and then nothing comes, until it is fenced or forgotten. corrupt: the first byte written is
-    spoiled. error: it fails with this after it was let in."""
+    spoiled. error: it fails with this after it was let in. linger_s: once stopped it still writes the layer it is at,
+    so much later."""
 
     delay_s: float = 0.0
     layer_delay_s: float = 0.0
     lost: bool = False
     corrupt: bool = False
     error: TransferError | None = None
+    linger_s: float = 0.0
 
 
 Policy = Callable[[TicketKey, tuple[Piece, ...]], Mishap]
@@ -55,6 +57,16 @@ class FakeNetwork:
         return f"fake{next(self._numbers):04d}"
 
 
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A unit of this pool that the link may still write (its ticket is open) or read (a transfer is under way)."""
+
+    key: TicketKey
+    component: int
+    unit: int
+    writes: bool
+
+
 @dataclass(slots=True)
 class _Outgoing:
     ledger: Ledger
@@ -62,7 +74,7 @@ class _Outgoing:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end what is under way."""
     still: asyncio.Event = field(default_factory=asyncio.Event)
-    under_way: int = 0
+    under_way: list[tuple[Piece, ...]] = field(default_factory=list)
     moved: bool = False
 
 
@@ -79,6 +91,7 @@ class FakeLink:
         self._network, self._layout, self._pool = network, layout, Pool(layout, buffer)
         self._on_restart = on_restart
         self._first_bytes: dict[TicketKey, Callable[[TicketKey], None]] = {}
+        self._open_units: dict[TicketKey, tuple[tuple[int, ...], ...]] = {}
         self._sending: dict[TicketKey, _Outgoing] = {}
         self._received_backend: dict[TicketKey, str] = {}
         self.restarts = 0
@@ -102,6 +115,7 @@ class FakeLink:
     ) -> None:
         self.door.open(key, secret, units)
         self._first_bytes[key] = on_first_bytes
+        self._open_units[key] = units
 
     async def received(self, key: TicketKey) -> Receipt:
         return self.door.received(key)
@@ -113,18 +127,19 @@ class FakeLink:
         self.door.fence(key, quiesced.set)
         await quiesced.wait()
         self._first_bytes.pop(key, None)
+        self._open_units.pop(key, None)
         self._received_backend.pop(key, None)
 
     async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
         ticket = self._sending.setdefault(key, _Outgoing(Ledger(self._layout.components)))
-        ticket.under_way += 1
+        ticket.under_way.append(pieces)
         try:
             async with ticket.turn:
                 digests = await self._transfer(ticket, key, secret, peer, pieces)
                 for piece, layers in zip(pieces, digests, strict=True):
                     ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
         finally:
-            ticket.under_way -= 1
+            ticket.under_way.remove(pieces)
             if not ticket.under_way:
                 ticket.still.set()
 
@@ -146,6 +161,36 @@ class FakeLink:
     def actual_backend(self, key: TicketKey) -> str | None:
         ticket = self._sending.get(key)
         return _NAME if ticket is not None and ticket.moved else self._received_backend.get(key)
+
+    def touched(self) -> list[Touch]:
+        """Every unit that is not quiet, as far as this link is concerned."""
+        written = [
+            Touch(key, component, unit, True)
+            for key, tables in self._open_units.items()
+            for component, table in enumerate(tables)
+            for unit in table
+        ]
+        read = [
+            Touch(key, piece.component, unit, False)
+            for key, ticket in self._sending.items()
+            for pieces in ticket.under_way
+            for piece in pieces
+            for unit in piece.units
+        ]
+        return written + read
+
+    @property
+    def num_tickets(self) -> int:
+        """Tickets it still knows, as receiver or as sender."""
+        return len(self._open_units) + len(self._sending)
+
+    def die(self) -> None:
+        """kill -9 of worker and sidecar, as the others see it: at once nothing more is read or written."""
+        self._network.links.pop(self._boot_id, None)
+        for ticket in self._sending.values():
+            ticket.stop.set()
+        for key in list(self._open_units):
+            self.door.fence(key, lambda: None)
 
     async def restart(self) -> None:
         """Everything pending fails, every receiving ticket is quiesced, and the link comes back under a new boot id."""
@@ -218,7 +263,7 @@ class FakeLink:
     async def _write(
         self, ticket: _Outgoing, other: "FakeLink", grant: Grant, runs: list[Run], mishap: Mishap
     ) -> tuple[Digests, Digests]:
-        """(digests of what was written, digests of the source). Nothing is written once the transfer is stopped."""
+        """(digests of what was written, digests of the source). Stopped, it leaves."""
         written: Digests = []
         digests: Digests = []
         await _pause(ticket.stop, None if mishap.lost else 0.0)
@@ -229,7 +274,7 @@ class FakeLink:
             digests.append([])
             for layer in range(self._pool.num_layers(theirs.component)):
                 if mishap.layer_delay_s:
-                    await _pause(ticket.stop, mishap.layer_delay_s)
+                    await self._pause_in_layer(ticket.stop, mishap, other, theirs, mine, layer)
                 digests[-1].append(self._pool.digests(theirs, layer))
                 found = other._pool.copy_from(self._pool, theirs, mine, layer)
                 if mishap.corrupt and layer == 0:
@@ -237,6 +282,18 @@ class FakeLink:
                     found = other._pool.digests(mine, layer)
                 written[-1].append(found)
         return written, digests
+
+    async def _pause_in_layer(
+        self, stop: asyncio.Event, mishap: Mishap, other: "FakeLink", theirs: Run, mine: Run, layer: int
+    ) -> None:
+        """A slow copier notices late that it was stopped: what it still writes shows whose pages those are by then."""
+        try:
+            await _pause(stop, mishap.layer_delay_s)
+        except PeerLost:
+            await asyncio.sleep(mishap.linger_s)
+            if mishap.linger_s and self._boot_id in self._network.links and other._boot_id in self._network.links:
+                other._pool.copy_from(self._pool, theirs, mine, layer)
+            raise
 
 
 async def _pause(stop: asyncio.Event, delay_s: float | None) -> None:

@@ -89,17 +89,25 @@ class Listener:
                 if not self._closing.wait(0.05):
                     _log.warning("%s: accept failed: %s", self._name, error)
                 continue
-            with self._lock:
-                if self._closing.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
-                    self._door.count("refused_too_many_connections")
-                    sock.close()
-                    continue
-                connection = Connection(sock, self._timing.stall_s)
-                thread = threading.Thread(
-                    target=self._run, args=(connection,), name=f"{self._name}-receive", daemon=True
-                )
-                self._connections[thread] = connection
-                thread.start()
+            try:
+                self._welcome(sock)
+            except Exception:
+                # No further thread, no memory: this peer is turned away, and the next may fare better.
+                sock.close()
+                self._door.count("accept_errors")
+                _log.exception("%s: a peer could not be let in", self._name)
+                self._closing.wait(0.05)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._closing.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
+                self._door.count("refused_too_many_connections")
+                sock.close()
+                return
+            connection = Connection(sock, self._timing.stall_s)
+            thread = threading.Thread(target=self._run, args=(connection,), name=f"{self._name}-receive", daemon=True)
+            thread.start()  # it waits for the lock before it forgets itself
+            self._connections[thread] = connection
 
     def _run(self, connection: Connection) -> None:
         try:

@@ -6,8 +6,8 @@ death, which is waited for; a new one is started under a new boot id. Imports no
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -28,14 +28,15 @@ class SidecarOptions:
     """How the worker wants its sidecar.
 
     name: of the sidecar in reports. ipc_dir: directory of the sockets by which sidecars of one host find each other.
-    nats_url: for heartbeats; none without. transfer: `auto` (shm where the peer is on this host, else tcp), `shm` or
-    `tcp`. tcp_host: what peers are told and, unless listen_host says otherwise, where to listen. What is None is left
-    to the sidecar's own settings. arguments: further flags of `python -m services.sidecar`.
+    nats: how it reaches nats-server, as its environment; empty: it sends no reports. transfer: `auto` (shm where the
+    peer is on this host, else tcp), `shm` or `tcp`. tcp_host: what peers are told and, unless listen_host says
+    otherwise, where to listen. What is None is left to the sidecar's own settings. arguments: further flags of
+    `python -m services.sidecar`.
     """
 
     name: str
     ipc_dir: Path
-    nats_url: str = ""
+    nats: Mapping[str, str] = field(default_factory=dict)
     transfer: str | None = None
     tcp_host: str | None = None
     tcp_port: int | None = None
@@ -51,8 +52,7 @@ class SidecarOptions:
         pairs = {
             "--name": self.name,
             "--ipc-dir": self.ipc_dir,
-            # An address may hold a password, which no list of processes should show.
-            "--nats-url": None if self.nats_url else "",
+            "--nats-url": None if self.nats else "",
             "--transfer": self.transfer,
             "--tcp-host": self.tcp_host,
             "--tcp-port": self.tcp_port,
@@ -62,8 +62,8 @@ class SidecarOptions:
         return (*given, *self.arguments)
 
     def environment(self) -> dict[str, str]:
-        """Settings that are not for flags."""
-        return {"BATON_SIDECAR_NATS_URL": self.nats_url} if self.nats_url else {}
+        """Settings that are not for flags, which every list of processes shows."""
+        return dict(self.nats)
 
 
 class SidecarLink:
@@ -117,6 +117,11 @@ class SidecarLink:
     def pid(self) -> int | None:
         """The sidecar's process, None while it is down."""
         return self._child.pid if self._child else None
+
+    @property
+    def silent_s(self) -> float:
+        """Since the sidecar last said anything; 0 while there is none."""
+        return self._child.silent_s if self._child else 0.0
 
     async def open(
         self,

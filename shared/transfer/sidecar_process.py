@@ -32,7 +32,7 @@ from shared.transfer.control import (
 )
 
 _log = logging.getLogger(__name__)
-_CLOSE_S = 3.0
+_CLOSE_S = 2.0
 
 
 class SidecarProcess:
@@ -48,6 +48,7 @@ class SidecarProcess:
         self.gone = asyncio.Event()
         self.pid = process.pid
         self._process, self._reader, self._writer, self._on_moving = process, reader, writer, on_moving
+        self._heard_at = asyncio.get_running_loop().time()
         self._ids: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._ready: asyncio.Future[LinkAddress] = asyncio.get_running_loop().create_future()
@@ -98,6 +99,11 @@ class SidecarProcess:
     def address(self) -> LinkAddress:
         return self._ready.result()
 
+    @property
+    def silent_s(self) -> float:
+        """Since it last said anything; it is asked often enough."""
+        return asyncio.get_running_loop().time() - self._heard_at
+
     async def request(self, message: WireModel, id: int) -> Reply:
         """The answer; raises the error it carries, or PeerLost as soon as the process is gone."""
         if self._lost is not None:
@@ -136,6 +142,9 @@ class SidecarProcess:
         except TimeoutError:
             self.kill()
             await self.gone.wait()
+        except asyncio.CancelledError:
+            self.kill()
+            raise
         await self._task
 
     def unlink_socket(self, ipc_dir: Path) -> None:
@@ -146,6 +155,7 @@ class SidecarProcess:
     async def _read(self) -> None:
         try:
             while (body := await read_frame(self._reader)) is not None:
+                self._heard_at = asyncio.get_running_loop().time()
                 self._deliver(body)
         except ControlError:
             _log.exception("the sidecar %d does not speak our protocol", self.pid)

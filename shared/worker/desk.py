@@ -1,20 +1,25 @@
 """What the front desks of both worker roles share: admission, the life of a ticket's coroutine, and who is gone."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from shared.bus.base import Subscription
 from shared.bus.listen import listen
 from shared.engine.api import Engine
 from shared.machines.stepping import CANCELLED, FINISHED, Cause
-from shared.protocol.messages import Cancel, Prefill, Reserve, Verdict, WireModel
+from shared.protocol import subjects
+from shared.protocol.messages import Cancel, Ping, Prefill, Reserve, Verdict, WireModel
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError
+from shared.runtime.errors import BatonError, PoolExhausted, TicketDenied, error_from_code
 from shared.transfer.link import Link, TicketKey
+from shared.worker.admission import Claims, Need
+from shared.worker.roll_call import RollCalls
 from shared.worker.tickets import LiveTicket, TicketTable
 
 _RETRY_AFTER_S = 1.0
+_NO_ROOM = (PoolExhausted.code, TicketDenied.code)
+"""Reasons of a cancel after which the request asks again."""
 
 T = TypeVar("T", bound=LiveTicket[Any, Any])
 Handler = Callable[[Any], Awaitable[WireModel | None]]
@@ -30,6 +35,7 @@ class WorkerDesk(ABC, Generic[T]):
         self.engine = engine
         self.link = link
         self.tickets: TicketTable[T] = TicketTable(deps.clock, deps.counters)
+        self.claims = Claims()
         self.draining = False
         self._subscriptions: list[Subscription] = []
 
@@ -46,10 +52,14 @@ class WorkerDesk(ABC, Generic[T]):
         """Carries out an effect of the ticket's machine."""
 
     async def start(self) -> None:
-        for verb, (kind, handle) in self.handlers().items():
+        handlers = self.handlers() | {subjects.PING: (Ping, self.on_ping)}
+        for verb, (kind, handle) in handlers.items():
             self._subscriptions.append(
                 await listen(self.deps.bus, self.role, self.deps.peer, verb, kind, handle, self.deps.counters)
             )
+
+        roll_calls = RollCalls(self.deps, self._rooms_by_gateway, self._end_gone)
+        self.deps.spawn_vital(roll_calls.run(), "roll-calls")
 
     async def stop(self) -> None:
         for subscription in self._subscriptions:
@@ -61,18 +71,23 @@ class WorkerDesk(ABC, Generic[T]):
     def admit(self, order: Reserve | Prefill, make: Callable[[], T], *, decodes: bool) -> Verdict:
         """Takes the pages, all or nothing, and starts the ticket. Asked again, it says the same again."""
         if self.tickets.find(TicketKey(order.room, order.generation)) is not None:
+            self.deps.counters.add("orders_repeated")
             return Verdict(ok=True)
         if (cause := self.tickets.end_of(order)) is not None:
+            self.deps.counters.add("orders_repeated")
             if cause.code == FINISHED:  # our yes got lost, and all is done meanwhile
                 return Verdict(ok=True)
             return _no(code_of(cause), cause.message or "that ticket has ended")
+        if self.tickets.is_used(order.room):
+            self.deps.counters.add("rooms_reused")
+            return _no("stale_generation", "that room belongs to another attempt")
         if self.draining:
             return _no("ticket_denied", "this worker is draining")
         if order.identity != self.engine.identity:
             return _no("identity_mismatch", f"this worker serves {self.engine.identity}")
         ticket = make()
         try:
-            self.engine.reserve(ticket.key, order.prompt, order.sampling, decodes=decodes)
+            self._reserve(ticket, decodes)
         except BatonError as error:
             return _no(error.code, error.message)
         self.tickets.add(ticket)
@@ -82,13 +97,28 @@ class WorkerDesk(ABC, Generic[T]):
         self.deps.changed()
         return Verdict(ok=True)
 
+    def _reserve(self, ticket: T, decodes: bool) -> None:
+        """Takes the pages in its turn; without room it leaves a claim, and keeps its place when it is asked again."""
+        order, now = ticket.order, self.deps.clock.now()
+        need = Need(*self.engine.wanted(order.prompt, order.sampling, decodes=decodes))
+        since = now - order.waited_s
+        free = Need(*self.engine.left())
+        try:
+            self.claims.check(order.request_id, need, since, free, now)
+            self.engine.reserve(ticket.key, order.prompt, order.sampling, decodes=decodes)
+        except PoolExhausted:
+            self.claims.leave(order.request_id, need, since, now)
+            raise
+        self.claims.entered(order.request_id, since, now)
+        ticket.need = need
+
     async def _serve(self, ticket: T) -> None:
         try:
             await self.serve(ticket)
         finally:
             cause: Cause = ticket.state.cause or Cause(FINISHED)
             self.tickets.drop(ticket, cause)
-            self.deps.counters.add(f"tickets_{cause.code}")
+            self.deps.counters.add(f"tickets_{ended_by(cause)}")
             self.deps.changed()
 
     async def on_cancel(self, order: Cancel) -> Verdict:
@@ -97,8 +127,33 @@ class WorkerDesk(ABC, Generic[T]):
         if ticket is None:
             self.tickets.bury(order, Cause(CANCELLED, order.reason, by="gateway"))
         elif order.choice is None:
+            if order.reason in _NO_ROOM:
+                self._return_claim(ticket)
             ticket.end(CANCELLED, order.reason, by="gateway")
         return Verdict(ok=True)
+
+    def _return_claim(self, ticket: T) -> None:
+        """The other worker had no room. What was granted here is kept for the request's next try, but only every second
+        time: two requests that each hold what the other lacks must not wait for each other for ever."""
+        if ticket.key.room % 2:
+            self.claims.leave(ticket.order.request_id, ticket.need, ticket.since, self.deps.clock.now())
+
+    async def on_ping(self, _ping: Ping) -> Verdict:
+        return Verdict(ok=True)
+
+    def _rooms_by_gateway(self) -> dict[str, list[int]]:
+        rooms: dict[str, list[int]] = {}
+        for ticket in self.tickets:
+            rooms.setdefault(ticket.order.gateway, []).append(ticket.key.room)
+        return rooms
+
+    def _end_gone(self, gateway: str, rooms: Iterable[int]) -> None:
+        """Their cancels never reached us."""
+        gone = set(rooms)
+        for ticket in self.tickets:
+            if ticket.key.room in gone and ticket.order.gateway == gateway and ticket.state.cause is None:
+                self.deps.counters.add("cancels_missed")
+                ticket.end(CANCELLED, "the gateway has ended the request", by="gateway")
 
     def gateways(self) -> set[str]:
         """Those that wait for a live ticket of ours."""
@@ -113,6 +168,11 @@ class WorkerDesk(ABC, Generic[T]):
     @abstractmethod
     def end_unstarted(self, reason: str) -> None:
         """The sidecar restarted: what it had under way is lost."""
+
+
+def ended_by(cause: Cause) -> str:
+    """A cause's name for counters: codes come from the wire too, and their number is bounded."""
+    return error_from_code(cause.code, "").code if cause.failed else cause.code
 
 
 def code_of(cause: Cause) -> str:

@@ -6,6 +6,7 @@ from shared.bus.base import Bus, Message, Subscription
 from shared.protocol import subjects
 from shared.protocol.messages import MalformedMessage, WorkerReport, decode
 from shared.runtime.clock import Clock
+from shared.runtime.counters import Counters
 
 
 class GatewayWatch:
@@ -22,12 +23,14 @@ class GatewayWatch:
         in_use: Callable[[], Iterable[str]],
         on_lost: Callable[[str], None],
         timeout_s: float,
+        counters: Counters | None = None,
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._in_use = in_use
         self._on_lost = on_lost
         self._timeout_s = timeout_s
+        self._counters = counters or Counters()
         self._heard_at: dict[str, float] = {}
         self._anybody_at = 0.0
 
@@ -63,6 +66,7 @@ class GatewayWatch:
         try:
             report = decode(WorkerReport, message.data)
         except MalformedMessage:
+            self._counters.add("malformed_heartbeat")
             return
         self._anybody_at = self._clock.now()
         if report.peer in self._heard_at:

@@ -1,5 +1,6 @@
 """What prefill and decode workers have in common: a model, an engine with its pool, a sidecar, and a front desk."""
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 _GATEWAY_TIMEOUT_S = 3.0
 _STUCK_S = 30.0
+_SILENT_S = 4.0
+_LAST_WORDS_S = 1.0
+"""What ended tickets get to tell their peers and to let go."""
 
 
 class WorkerService(Service):
@@ -51,7 +55,7 @@ class WorkerService(Service):
         settings = self.settings
         threads = settings.threads or host_cores()
         executor = ThreadExecutor(threads)
-        model = await executor.run(self._load)
+        model = await asyncio.wrap_future(executor.submit(self._load))  # not waited for by who is told to end meanwhile
         engine_settings = EngineSettings(
             page_tokens=settings.page_tokens,
             num_pages=settings.num_pages,
@@ -61,6 +65,7 @@ class WorkerService(Service):
             max_step_tokens=settings.max_step_tokens,
             growth_tokens=settings.growth_tokens,
             max_model_len=settings.max_model_len,
+            stash_bytes=int(settings.stash_bytes),
         )
         self._pool = StatePool(plan_layout(model, engine_settings))
         self.engine = BatchEngine(model, self._pool, engine_settings, executor, self.on_step, self.clock)
@@ -72,7 +77,7 @@ class WorkerService(Service):
             tcp_host=settings.tcp_host if "tcp_host" in chosen else None,
             tcp_port=settings.tcp_port if "tcp_port" in chosen else None,
             listen_host=settings.listen_host if "listen_host" in chosen else None,
-            nats_url=settings.nats_url,
+            nats=settings.nats_variables("sidecar"),
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
         )
         self.link = await SidecarLink.start(options, self._pool.fd, self._pool.layout, self._on_sidecar_restart)
@@ -80,22 +85,37 @@ class WorkerService(Service):
         self.tasks.spawn_vital(self.engine.run(), "engine")
         deps = self.deps()
         self.desk = self.make_desk(deps, self.engine, self.link)
-        watch = GatewayWatch(self.bus, self.clock, self.desk.gateways, self.desk.end_all_of, _GATEWAY_TIMEOUT_S)
+        watch = GatewayWatch(
+            self.bus, self.clock, self.desk.gateways, self.desk.end_all_of, _GATEWAY_TIMEOUT_S, self.counters
+        )
         self.tasks.spawn_vital(watch.run(), "gateway-watch")
         await self.desk.start()
         pages = self._pool.layout.num_pages
         log.info("%s: %d pages of %d tokens, %d compute threads", self.model_name, pages, settings.page_tokens, threads)
 
-    async def stop(self) -> None:
+    async def drain(self) -> None:
+        """Tickets come to their end: P's when D has taken over or refused, D's with their last token."""
         if self.desk is not None:
             self.desk.draining = True
+            self.changed()
             while len(self.desk):
                 await self.clock.sleep(0.02)
-            await self.desk.stop()
-        if self.link is not None:
-            await self.link.close()
-        if self.engine is not None:
-            await self.engine.close()
+
+    async def stop(self) -> None:
+        try:
+            if self.desk is not None:
+                self.desk.draining = True
+                for ticket in self.desk.tickets:
+                    ticket.end("peer_lost", f"the {self.role} worker is shutting down", by=self.role)
+                await self.tasks.wait_spawned(_LAST_WORDS_S)
+                await self.desk.stop()
+        finally:
+            try:
+                if self.link is not None:
+                    await self.link.close()
+            finally:
+                if self.engine is not None:
+                    await self.engine.close()
 
     def report(self) -> WorkerReport:
         report = super().report()
@@ -108,6 +128,9 @@ class WorkerService(Service):
             "prompt_tokens_computed": float(stats.prompt_tokens_computed),
             "tokens_generated": float(stats.tokens_generated),
             "preemptions": float(stats.preemptions),
+            "preemptions_stashed": float(stats.preemptions_stashed),
+            "preemptions_recomputed": float(stats.preemptions_recomputed),
+            "tokens_dropped": float(stats.tokens_dropped),
             "busy_seconds": stats.busy_s,
         }
         in_tickets = len(self.desk)
@@ -119,8 +142,9 @@ class WorkerService(Service):
                 "geometry": self.engine.geometry,
                 "link": self.link.address,
                 "max_model_len": self.engine.max_model_len,
-                "pages": _pages(self.engine.pages()),
-                "slots": _pages(self.engine.slots()),
+                "pages": _pages(self.engine.pages(), self.engine.left()[0]),
+                "slots": _pages(self.engine.slots(), self.engine.left()[1]),
+                "stashed_bytes": self.engine.stashed_bytes,
                 "queues": self.engine.queues() | {"tickets": in_tickets},
                 "tickets": self.desk.tickets.states(),
                 "counters": report.counters | counters,
@@ -130,6 +154,8 @@ class WorkerService(Service):
     def unhealthy(self) -> str | None:
         if self.link is not None and self.link.pid is None:
             return "the sidecar is down"
+        if self.link is not None and self.link.silent_s > _SILENT_S:
+            return f"the sidecar has not answered for {self.link.silent_s:.0f} s"
         if self.engine is not None and self.engine.last_progress_age_s > _STUCK_S:
             return f"no step has finished for {self.engine.last_progress_age_s:.0f} s though work is waiting"
         return None
@@ -153,6 +179,13 @@ class WorkerService(Service):
         self.changed()
 
 
-def _pages(counts: tuple[int, int, int]) -> Pages:
+def _pages(counts: tuple[int, int, int], left: int) -> Pages:
     total, free, quarantined = counts
-    return Pages(total=total, free=free, quarantined=quarantined, in_tickets=total - free - quarantined)
+    yieldable = max(0, left - free)
+    return Pages(
+        total=total,
+        free=free,
+        quarantined=quarantined,
+        in_tickets=total - free - quarantined,
+        yieldable=yieldable,
+    )

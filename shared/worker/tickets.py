@@ -15,6 +15,7 @@ from shared.runtime.counters import Counters
 from shared.runtime.scope import EndScope
 from shared.runtime.tombstones import Tombstones
 from shared.transfer.link import TicketKey
+from shared.worker.admission import Need
 
 
 class TicketState(Protocol):
@@ -44,7 +45,9 @@ class LiveTicket(Generic[O, S]):
         self.state = state
         self.scope = EndScope()
         self.perform: Callable[[Any], None] = lambda effect: None
+        self.since = clock.now() - order.waited_s
         self.deadline = clock.now() + order.remaining_s
+        self.need = Need(0, 0)
         self._step = step
         self._counters = counters
 
@@ -72,6 +75,8 @@ class TicketTable(Generic[T]):
     def __init__(self, clock: Clock, counters: Counters) -> None:
         self._live: dict[int, T] = {}
         self.ended: Tombstones[tuple[int, Cause]] = Tombstones(clock)
+        self._stillborn: Tombstones[tuple[int, Cause]] = Tombstones(clock)
+        """Apart, because anybody can make these: they must not push out what is known of real ones."""
         self._counters = counters
 
     def __len__(self) -> int:
@@ -102,14 +107,22 @@ class TicketTable(Generic[T]):
         return ticket
 
     def bury(self, message: TicketMessage, cause: Cause) -> None:
-        """Remembers the end of a ticket that never lived here, so that it cannot begin later."""
-        if message.room not in self._live and self.end_of(message) is None:
-            self.ended.put(message.room, (message.generation, cause))
+        """Remembers the end of a ticket that never lived here, so that it cannot begin later. What is remembered of a
+        room already stays: a room is never used twice."""
+        if not self.is_used(message.room):
+            self._stillborn.put(message.room, (message.generation, cause))
+
+    def is_used(self, room: int) -> bool:
+        """Whether the room belongs, or belonged, to a ticket of whatever generation."""
+        return room in self._live or self._tombstone(room) is not None
 
     def end_of(self, message: TicketMessage) -> Cause | None:
         """Why the ticket of this message ended, if it did."""
-        entry = self.ended.get(message.room)
+        entry = self._tombstone(message.room)
         return None if entry is None or entry[0] != message.generation else entry[1]
+
+    def _tombstone(self, room: int) -> tuple[int, Cause] | None:
+        return self.ended.get(room) or self._stillborn.get(room)
 
     def states(self) -> dict[str, int]:
         """How many tickets are in each state."""

@@ -1,15 +1,18 @@
 """A process of a cluster without a model: reports, answers /health, and starts a child as a worker starts its sidecar.
 
-`python standin_worker.py ROLE`; STANDIN_BREAKS=NAME makes the process of that name end with status 3 at its start.
+`python standin_worker.py ROLE`; STANDIN_BREAKS=NAME makes the process of that name end with status 3 at its start, and
+STANDIN_WAITS=NAME makes that one never ready.
 """
 
+import asyncio
 import os
 import subprocess
 import sys
 
 from aiohttp import web
 
-from shared.runtime.service import Service, main
+from shared.runtime.process import main
+from shared.runtime.service import Service
 from shared.runtime.settings import ROLES, CommonSettings, GatewaySettings
 
 
@@ -22,6 +25,8 @@ class StandIn(Service):
             print(f"{name} cannot do this", flush=True)
             os._exit(3)
         self.children = []
+        if os.environ.get("STANDIN_WAITS") == name:
+            await asyncio.Event().wait()
         if self.role in ("prefill", "decode"):
             self.children.append(subprocess.Popen(["sleep", "1000"]))
         if isinstance(self.base_settings, GatewaySettings):

@@ -17,6 +17,8 @@ import pytest
 
 from services.launcher.errors import LaunchError
 from services.launcher.plan import UpOptions, chosen_settings, plan_processes, share_cores
+from shared.bus import nats
+from shared.bus.base import BusError
 
 REPO = Path(__file__).parents[2]
 CLUSTER = Path(__file__).with_name("standin_cluster.py")
@@ -191,6 +193,44 @@ def test_no_restart_leaves_it_dead(start: Start) -> None:
     cluster.wait_for("it stays dead")
     assert cluster.find("prefill") is None
     assert cluster.end() == 0
+
+
+def test_what_stays_dead_is_not_waited_for(start: Start) -> None:
+    cluster = start("--no-restart", STANDIN_WAITS="prefill-0")
+    cluster.wait_for("decode-0  │ ready")
+    worker = cluster.find("decode")
+    assert worker is not None
+    worker.kill()
+    assert cluster.process.wait(DEADLINE_S) == 1
+    assert "decode-0 ended before all were ready" in cluster.text()
+    assert "Traceback" not in cluster.text()
+
+
+async def test_its_nats_server_lets_nobody_else_in(start: Start, tmp_path: Path) -> None:
+    cluster = start("--state-dir", "mine", BATON_NATS_USER="somebody", BATON_NATS_PASSWORD="of another server")
+    cluster.wait_ready()
+    file = tmp_path / "mine" / "nats.url"
+    assert file.stat().st_mode & 0o777 == 0o600
+    url = file.read_text().strip()
+    password = url.split(":")[2].split("@")[0]
+    assert len(password) >= 32
+    bus = await nats.connect(url, "operator")
+    await bus.close()
+    with pytest.raises(BusError, match=r"Authorization|reset"):
+        await nats.connect(f"nats://{url.split('@')[1]}", "stranger", nats.NatsOptions(connect_timeout_s=0.5))
+    assert not [process for process in cluster.family if password in " ".join(process.cmdline())]
+    assert cluster.end() == 0
+    written = [path for path in (tmp_path / "mine").rglob("*") if path.is_file() and path.suffix != ".ports"]
+    holding = {path for path in written if password in path.read_text(errors="replace")}
+    assert holding == {file, tmp_path / "mine" / "nats" / "nats-server.conf"}
+    assert not [path for path in holding if path.stat().st_mode & 0o077]
+    assert password not in cluster.text()
+
+
+def test_reports_that_are_too_rare_are_refused_together() -> None:
+    options = UpOptions(sets=("decode.heartbeat_s=1.2",))
+    with pytest.raises(LaunchError, match=r"decode-0: heartbeat_s \(1.2\).*worker_timeout_s \(2\)"):
+        plan_processes(options, chosen_settings(options), {})
 
 
 def test_two_clusters_side_by_side_but_not_in_one_directory(start: Start, tmp_path: Path) -> None:

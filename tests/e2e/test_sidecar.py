@@ -60,7 +60,7 @@ async def test_reports_show_where_it_is_and_what_it_moved(nats_url: str, tmp_pat
         reports[report.id] = report
 
     await bus.subscribe(subjects.all_heartbeats(), heard)
-    options = SidecarOptions("reporting", tmp_path, nats_url=nats_url)
+    options = SidecarOptions("reporting", tmp_path, nats={"BATON_SIDECAR_NATS_URL": nats_url})
     side, peer = await sidecar_side(options), await sidecar_side(SidecarOptions("peer", tmp_path))
     key, secret = new_ticket()
     await side.link.open(key, secret, TABLE, lambda _key: None)
@@ -88,7 +88,7 @@ async def test_bytes_move_while_nats_is_away_and_reports_come_back(tmp_path: Pat
     url = server.url
     await server.stop()
     (tmp_path / "ipc").mkdir()
-    options = SidecarOptions("lonely", tmp_path / "ipc", nats_url=url)
+    options = SidecarOptions("lonely", tmp_path / "ipc", nats={"BATON_SIDECAR_NATS_URL": url})
     sender, receiver = await sidecar_side(options), await sidecar_side(options)
     await move(sender, receiver)
     await server.start()
@@ -126,3 +126,15 @@ async def test_no_torch_comes_near_a_sidecar() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     out, _ = await process.communicate()
     assert out.strip() == b"[]"
+
+
+def test_a_sidecar_by_hand_is_explained() -> None:
+    def serve(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "services.cli", "serve", "sidecar", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert serve().returncode == 1
+    assert "started by its worker" in serve("--transfer", "tcp").stderr
+    helped = serve("--help")
+    assert helped.returncode == 0
+    assert "--stall-timeout-s" in helped.stdout

@@ -109,3 +109,29 @@ def test_outcomes_are_told_apart() -> None:
     assert stepping.Cause("finished").failed is False
     assert stepping.Cause("cancelled").failed is False
     assert stepping.Cause("corrupt_state").failed is True
+
+
+def test_a_prompt_computed_ahead_sends_nothing_before_its_destination_and_comes_back_for_it() -> None:
+    ticket = prefill.PrefillTicket(1, 3)
+    seen = []
+    for event in (
+        prefill.BegunAhead,
+        prefill.ComputedAhead,
+        prefill.Yielded,
+        prefill.DestinationArrived,
+        prefill.Returned,
+        prefill.AllSent,
+    ):
+        step = prefill.step(ticket, event(3))
+        ticket = step.ticket
+        assert step.effects == ()
+        seen.append(ticket.state.value)
+    assert seen == ["ahead", "parked", "yielded", "returning", "computing", "committing"]
+
+
+@pytest.mark.parametrize("state", [prefill.PrefillState(name) for name in ("ahead", "parked", "yielded", "returning")])
+def test_a_prompt_computed_ahead_cannot_be_sent_or_committed_where_it_is(state: prefill.PrefillState) -> None:
+    ticket = replace(prefill.PrefillTicket(1, 3), state=state)
+    for event in (prefill.AllSent(3), prefill.CommitAnswered(3)):
+        with pytest.raises(IllegalTransition):
+            prefill.step(ticket, event)

@@ -66,19 +66,33 @@ def test_decode_commits_once_quarantines_once_and_frees_after_proof(walk: list[E
 
 
 PREFILL_EVENTS = events(
-    prefill, [prefill.DestinationArrived, prefill.AllSent, prefill.CommitAnswered, prefill.Quiesced]
+    prefill,
+    [
+        prefill.DestinationArrived,
+        prefill.BegunAhead,
+        prefill.ComputedAhead,
+        prefill.Yielded,
+        prefill.Returned,
+        prefill.AllSent,
+        prefill.CommitAnswered,
+        prefill.Quiesced,
+    ],
 )
+SENDING = (prefill.PrefillState.COMPUTING, prefill.PrefillState.COMMITTING)
 
 
 @given(st.lists(PREFILL_EVENTS, max_size=30))
-def test_prefill_computes_only_after_the_destination_and_unpins_once(walk: list[Event]) -> None:
+def test_prefill_sends_only_after_the_destination_and_unpins_once(walk: list[Event]) -> None:
     ticket = prefill.PrefillTicket(1, GENERATION)
     effects: list[object] = []
+    arrived = False
     for event in walk:
         try:
             step = prefill.step(ticket, event)
         except IllegalTransition:
             continue
+        arrived |= step.outcome is Outcome.APPLIED and isinstance(event, prefill.DestinationArrived)
+        assert arrived or step.ticket.state not in SENDING
         effects += step.effects
         ticket = step.ticket
     kinds = [type(e) for e in effects]

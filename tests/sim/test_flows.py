@@ -161,12 +161,11 @@ def test_the_deadline_ends_a_request_and_frees_everything() -> None:
     run_virtual(scenario())
 
 
-def test_a_prompt_may_take_longer_than_its_workers_had_to_say_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_may_take_longer_than_its_workers_had_to_say_yes() -> None:
     """What the gateway grants a worker for its answer is no deadline of the request."""
-    monkeypatch.setattr("tests.sim.cluster.STEP_S", 1.0)
 
     async def scenario() -> None:
-        async with Cluster() as cluster:
+        async with Cluster(step_s=1.0) as cluster:
             answer = await cluster.ask(prompt_of(96))  # twelve steps of a second
             assert (answer.error, answer.path) == (None, "remote")
             await cluster.settle()

@@ -2,8 +2,9 @@
 repeats exactly. No sockets and no threads inside."""
 
 import asyncio
+import itertools
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,19 +22,42 @@ class _NoWaiting(selectors.SelectSelector):
             raise RuntimeError("nothing will ever happen: every task waits for something that nobody will do")
         if timeout > 0:
             self._loop.advance(timeout)
-        return super().select(0)
+        return []
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    """Hashed by its number and not by its address: asyncio keeps tasks in sets, and their order must repeat."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int, *args: Any, **kwargs: Any) -> None:
+        self._number = number
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
+    """after_turn: called after each turn of the loop, when all that was ready has run. What it raises ends the run."""
+
+    def __init__(self, after_turn: Callable[[], None] | None = None) -> None:
         self._now = 0.0
+        self.after_turn = after_turn
         super().__init__(_NoWaiting(self))
+        numbers = itertools.count()
+        self.set_task_factory(lambda loop, work, **kw: _NumberedTask(next(numbers), work, loop=loop, **kw))
 
     def time(self) -> float:
         return self._now
 
     def advance(self, seconds: float) -> None:
         self._now += seconds
+
+    def _run_once(self) -> None:
+        super()._run_once()  # type: ignore[misc]
+        if self.after_turn is not None:
+            self.after_turn()
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

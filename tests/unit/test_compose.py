@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shared.bus.server import find_nats_server
 from shared.runtime.settings import ROLES, load_settings, unknown_variables
 
 REPO = Path(__file__).parents[2]
@@ -170,6 +171,25 @@ def test_settings_of_ones_own_win_over_the_image_and_the_shell_over_both(service
     files = SERVICES[service]["env_file"]
     assert [file["path"] for file in files] == ["baton.env", "ops/docker/shell.env"]
     assert files[0]["required"] is False
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"BATON_NATS_USER": "baton", "BATON_NATS_PASSWORD": 'a "b" \\ $c 1'}, {"BATON_NATS_USER": ""}]
+)
+def test_nats_asks_for_the_password_that_all_processes_get(given: dict[str, str], tmp_path: Path) -> None:
+    """Who it lets in is told by the real server's own check of its configuration."""
+    assert SERVICES["nats"]["env_file"] == SERVICES["decode"]["env_file"]
+    config = tmp_path / "nats.conf"
+    (tmp_path / "nats-server").symlink_to(find_nats_server())
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NATS_CONFIG": str(config)}
+    command = ["sh", str(DOCKER / "nats.sh"), "-t"]
+    done = subprocess.run(command, env=env | given, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is valid" in done.stderr
+    assert config.stat().st_mode & 0o077 == 0
+    wanted = 'authorization { user: "baton", password: "a \\"b\\" \\\\ $c 1" }'
+    lines = [line for line in config.read_text().splitlines() if "authorization" in line]
+    assert lines == ([wanted] if given.get("BATON_NATS_USER") else [])
 
 
 @pytest.mark.parametrize("service", ["nats", "model", *PROCESSES])

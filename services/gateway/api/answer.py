@@ -11,6 +11,7 @@ from aiohttp import web
 from services.gateway.api.choices import Choice, Delta
 from services.gateway.api.context import PENDING, RequestContext
 from services.gateway.api.errors import ApiError, from_baton, internal
+from services.gateway.api.guests import Guests
 from services.gateway.api.metrics import HttpMetrics
 from services.gateway.api.plan import Plan
 from services.gateway.api.render import Ending, Renderer, error_event
@@ -28,6 +29,7 @@ class Kitchen:
     generator: Generator
     metrics: HttpMetrics
     write_timeout_s: float
+    guests: Guests
 
 
 class Answer:
@@ -84,13 +86,17 @@ class Answer:
         if isinstance(error, BatonError):
             failure = from_baton(error)
         else:
-            log.exception("request %s failed in its stream", self._context.request_id)
+            log.exception("request %s of %s failed in its stream", self._context.request_id, self._context.tenant)
             failure = internal()
         self._context.cause = failure.code
         return failure
 
     async def _run(self, events: EventStream | None) -> None:
         """Drives all generations to their end; the first failure ends the others. events: where batches go at once."""
+        async with self._kitchen.guests.seated():
+            await self._drive_all(events)
+
+    async def _drive_all(self, events: EventStream | None) -> None:
         if len(self._plan.requests) == 1:
             return await self._drive(0, events)
         try:

@@ -8,13 +8,13 @@ from services.gateway.api.answer import Answer, Kitchen
 from services.gateway.api.body import read_chat, read_completion
 from services.gateway.api.choices import Choice
 from services.gateway.api.context import context_of
+from services.gateway.api.guests import Guests
 from services.gateway.api.limits import HttpLimits
 from services.gateway.api.metrics import HttpMetrics
 from services.gateway.api.plan import Plan, Served, check_model, make_plan
 from services.gateway.api.prompts import PromptReader
 from services.gateway.api.render import Renderer
 from services.gateway.generation import Generator
-from shared.runtime.errors import QueueFull
 from shared.text.choice import ChoiceText
 from shared.text.tokenizer import TextModel
 
@@ -31,13 +31,14 @@ class Completions:
         limits: HttpLimits,
         metrics: HttpMetrics,
         now: Callable[[], float],
+        guests: Guests,
     ) -> None:
         self._text = text
         self._served = Served(model_names, text.vocab_size, max_model_len, limits)
         self._prompts = PromptReader(text, max_model_len, limits)
-        self._kitchen = Kitchen(generator, metrics, limits.write_timeout_s)
+        self._kitchen = Kitchen(generator, metrics, limits.write_timeout_s, guests)
         self._now = now
-        self._active = 0
+        self._guests = guests
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._admitted(request, self._plan_chat)
@@ -48,23 +49,20 @@ class Completions:
     async def _admitted(
         self, request: web.Request, plan: Callable[[web.Request], Awaitable[Plan]]
     ) -> web.StreamResponse:
-        if self._active >= self._served.limits.max_active:
-            raise QueueFull(f"{self._active} requests are in hand", retry_after_s=1.0)
-        self._active += 1
-        try:
-            return await self._answer(request, await plan(request))
-        finally:
-            self._active -= 1
+        with self._guests.admitted(self._served.limits.max_active):
+            async with self._guests.seated():
+                planned = await plan(request)
+            return await self._answer(request, planned)
 
     async def _plan_chat(self, request: web.Request) -> Plan:
         body = await read_chat(request, self._served.limits.read_timeout_s)
         check_model(body, self._served)
-        return make_plan(body, await self._prompts.chat(body), self._served, context_of(request).request_id)
+        return make_plan(body, await self._prompts.chat(body), self._served, context_of(request))
 
     async def _plan_completion(self, request: web.Request) -> Plan:
         body = await read_completion(request, self._served.limits.read_timeout_s)
         check_model(body, self._served)
-        return make_plan(body, await self._prompts.completion(body), self._served, context_of(request).request_id)
+        return make_plan(body, await self._prompts.completion(body), self._served, context_of(request))
 
     async def _answer(self, request: web.Request, plan: Plan) -> web.StreamResponse:
         choices = [

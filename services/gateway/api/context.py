@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from services.gateway.generation import DEFAULT_TENANT
 from shared.runtime.ids import new_request_id
 
 PENDING = "pending"
@@ -13,10 +14,11 @@ _ECHOED = re.compile(r"^[\x21-\x7e]{1,128}$")
 
 @dataclass(slots=True)
 class RequestContext:
-    """request_id is ours; client_id is what the client called it, never used as a key."""
+    """request_id is ours; client_id is what the client called it, never used as a key. tenant: by its API key."""
 
     request_id: str = field(default_factory=new_request_id)
     client_id: str | None = None
+    tenant: str = DEFAULT_TENANT
     path: str = PENDING
     cause: str | None = None
     """The code of the failure that ended the request, for the counters."""

@@ -54,7 +54,7 @@ async def _answer(
     except web.HTTPException as error:
         failure = from_http(error)
     except Exception:
-        log.exception("request %s failed", context.request_id)
+        log.exception("request %s of %s failed", context.request_id, context.tenant)
         failure = internal()
     context.cause = failure.code
     return failure.response()

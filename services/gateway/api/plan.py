@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.api.body import shown
+from services.gateway.api.context import RequestContext
 from services.gateway.api.errors import ApiError, invalid
 from services.gateway.api.limits import HttpLimits
 from services.gateway.api.prompts import Prompt
@@ -58,7 +59,9 @@ class Served:
     limits: HttpLimits
 
 
-def make_plan(body: ChatBody | CompletionBody, prompts: tuple[Prompt, ...], served: Served, request_id: str) -> Plan:
+def make_plan(
+    body: ChatBody | CompletionBody, prompts: tuple[Prompt, ...], served: Served, context: RequestContext
+) -> Plan:
     """Checks everything that needs more than one field, and the prompts against the context."""
     limits, n, baton = served.limits, body.n or 1, body.baton or BatonOptions()
     if n > limits.max_choices:
@@ -74,18 +77,19 @@ def make_plan(body: ChatBody | CompletionBody, prompts: tuple[Prompt, ...], serv
             raise invalid("'min_tokens' is larger than 'max_tokens'.", "min_tokens")
         requests.append(
             GenerationRequest(
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{position}",
+                request_id=context.request_id if len(prompts) == 1 else f"{context.request_id}-{position}",
                 prompt=prompt.ids,
                 sampling=sampling.model_copy(update={"max_tokens": budget, "seed": _seed(body)}),
                 path=baton.path or limits.default_path,
                 strict=baton.strict,
                 timeout_s=limits.request_timeout_s,
+                tenant=context.tenant,
             )
         )
     return Plan(
         chat=isinstance(body, ChatBody),
         model=body.model,
-        request_id=request_id,
+        request_id=context.request_id,
         requests=tuple(requests),
         echoes=tuple(prompt.echo for prompt in prompts),
         n=n,

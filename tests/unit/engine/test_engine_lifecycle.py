@@ -291,7 +291,7 @@ async def test_random_ends_leave_nothing_behind(seed: int) -> None:
                 for number in range(10):
                     tasks.create_task(one(batch * 100 + number + 1))
         assert bench.is_empty()
-        assert bench.engine.queues() == {"waiting": 0, "prefilling": 0, "running": 0, "preempted": 0}
+        assert not any(bench.engine.queues().values())
 
 
 async def test_steps_run_in_the_one_compute_thread() -> None:

@@ -12,6 +12,7 @@ from shared.engine.sampler import Sampled
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings, plan_layout
+from shared.engine.stash import Stash
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
 from shared.runtime.errors import PoolExhausted
 from shared.transfer.link import TicketKey
@@ -26,7 +27,9 @@ class Books:
         layout = plan_layout(Toy(), chosen)
         self.cleared: list[int] = []
         self.capacity = Capacity(layout, chosen.growth_tokens, self.cleared.append)
-        self.scheduler = Scheduler(layout, chosen, self.capacity, frozenset({255}), EngineStats())
+        self.stash = Stash(layout, chosen.stash_bytes)
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(layout, chosen, self.capacity, self.stash, frozenset({255}), self.stats)
 
     def reserve(self, number: int, length: int, *, decodes: bool = False, n: int = 1, max_tokens: int = 50) -> Group:
         sampling = SamplingSpec(n=n, max_tokens=max_tokens)
@@ -230,3 +233,37 @@ def test_a_preempted_request_leaves_a_page_for_each_running_choice() -> None:
     assert books.step() == [(1, 4, 5)]  # exactly 4 are free, and the running one may soon want one of them
     books.capacity.pages.give_back(others[:1], "others")
     assert books.step() == [(1, 5, 6), (2, 0, 8)]
+
+
+def test_copies_that_are_still_due_are_carried_out_before_a_group_is_copied_away() -> None:
+    """It gave way before its first step: its siblings' pages are not theirs yet."""
+    books = Books(num_pages=9, growth_tokens=1, stash_bytes=1 << 20)
+    old = books.decoding(1, 11)
+    books.step()
+    young = books.decoding(2, 10, n=2)
+    taken = books.capacity.pages.take(books.capacity.pages.free, "others")
+    assert (len(old.choices[0].pages) * 4, old.choices[0].computed) == (12, 12)
+    due = list(young.copies)
+    assert due
+    plan = books.plan()
+    assert [save.key for save in plan.saves] == [young.key]
+    assert list(plan.copies) == due
+    assert young.copies == []
+    assert taken
+
+
+def test_the_saved_units_are_those_that_carry_state_each_once() -> None:
+    books = Books(num_pages=12, growth_tokens=8, stash_bytes=1 << 20)
+    old = books.decoding(1, 4)
+    young = books.decoding(2, 10, n=2)
+    books.capacity.pages.take(books.capacity.pages.free, "others")
+    old.choices[0].pages = old.choices[0].pages[:1]  # as if it had grown into all it was given
+    tables = [list(choice.pages) for choice in young.choices]
+    plan = books.plan()
+    [save] = plan.saves
+    assert list(save.pages) == [*tables[0][:3], tables[1][2]]
+    assert [(place.choice, place.pages, place.computed) for place in save.saved.places] == [
+        (0, (0, 1, 2), 10),
+        (1, (0, 1, 3), 10),
+    ]
+    assert set(save.slots) == {choice.slot for choice in young.choices}

@@ -15,9 +15,11 @@ from aiohttp import ClientSession, web
 from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from services.gateway.api.guests import Guests
 from services.gateway.api.limits import HttpLimits
 from services.gateway.app import GatewayDeps, create_app, create_runner
 from services.gateway.generation import GenerationRequest, TokenEvent
+from services.gateway.keys import Keyring
 from shared.protocol.messages import FinishReason, TokenLogprob
 from shared.text.files import TOKENIZER_FILE, TextSettings
 from shared.text.tokenizer import TextModel
@@ -175,7 +177,7 @@ async def start(text_model: TextModel) -> AsyncIterator[Start]:
     """Starts gateways with limits of their own; ends them all."""
     opened: list[Gateway] = []
 
-    async def start_gateway(**limits: Any) -> Gateway:
+    async def start_gateway(keys: Keyring | None = None, guests: Guests | None = None, **limits: Any) -> Gateway:
         generator = ScriptedGenerator(script=lambda request: [])
         gateway: Gateway
         deps = GatewayDeps(
@@ -187,6 +189,8 @@ async def start(text_model: TextModel) -> AsyncIterator[Start]:
             health=lambda: gateway.reason,
             cluster=lambda: {"workers": []},
             limits=HttpLimits(**limits),
+            guests=guests or Guests(),
+            keys=keys,
         )
         runner = create_runner(create_app(deps))
         await runner.setup()

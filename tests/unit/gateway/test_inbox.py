@@ -63,12 +63,12 @@ async def test_strangers_are_counted_and_change_nothing() -> None:
     await inbox.on_tokens(Tokens(sender="d", entries=(late, beyond)))
     assert box.events == []
     assert counters["late_tokens"] == 1
-    fail = Fail(room=ROOM, generation=GENERATION - 1, sender="d", code="peer_lost", message="")
+    fail = Fail(room=ROOM, generation=GENERATION - 1, sender="d", code="peer_lost", message="", by="prefill")
     await inbox.on_fail(fail)
     assert box.failure is None
     await inbox.on_fail(fail.model_copy(update={"generation": GENERATION, "message": "first"}))
     await inbox.on_fail(fail.model_copy(update={"generation": GENERATION, "message": "second"}))
-    assert box.failure == Cause("peer_lost", "first", by="d")
+    assert box.failure == Cause("peer_lost", "first", by="prefill")
     inbox.close(ROOM)
     await inbox.on_tokens(Tokens(sender="d", entries=(entry(0, (9,)),)))
     assert counters["late_tokens"] == 2

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.admission import RoomQueue
-from services.gateway.router import DefaultPolicy, Demand, Route
+from services.gateway.admission import RoomQueue, Waiting
+from services.gateway.router import DefaultPolicy, Demand, Fleet, Route
 from services.gateway.workers import Worker, WorkerRegistry
 from shared.protocol.messages import Geometry, Pages, WorkerReport
 from shared.runtime.clock import LoopClock
@@ -41,7 +41,7 @@ def worker(role: str, name: str, free: int = 100, **more: Any) -> Worker:
 def choose(
     demand: Demand, prefills: list[Worker], decodes: list[Worker], refused: set[str] | None = None
 ) -> Route | None:
-    return DefaultPolicy().choose(demand, prefills, decodes, frozenset(refused or ()))
+    return DefaultPolicy().choose(demand, Fleet(prefills, decodes, frozenset(refused or ())))
 
 
 AUTO = Demand(prompt_len=160, num_choices=1, path="auto", strict=False)
@@ -184,10 +184,12 @@ async def test_the_queue_is_bounded_in_length_and_time() -> None:
     rooms = queue(known, queue_timeout_s=0.2)
     far = asyncio.get_running_loop().time() + 60
     async with asyncio.TaskGroup() as clients:
-        waiting = [clients.create_task(expect(CapacityError, rooms.wait(AUTO, far, far - 60))) for _ in range(2)]
+        waiting = [
+            clients.create_task(expect(CapacityError, rooms.wait(Waiting(far - 60), AUTO, 1, far))) for _ in range(2)
+        ]
         await asyncio.sleep(0.05)
         assert rooms.num_waiting == 2
-        await expect(QueueFull, rooms.wait(AUTO, far, far - 60))
+        await expect(QueueFull, rooms.wait(Waiting(far - 60), AUTO, 1, far))
     assert [w.result() for w in waiting] == ["overloaded", "overloaded"]
     assert rooms.num_waiting == 0
 
@@ -201,20 +203,83 @@ async def test_who_waits_first_is_served_first() -> None:
     served: list[int] = []
 
     async def client(number: int) -> None:
-        route = await rooms.wait(AUTO, far, far - 60)
+        await rooms.wait(Waiting(far - 60 + number / 1000), AUTO, number + 1, far)
         served.append(number)
-        assert route.prefill is not None
-        known.charge(route.prefill.peer, number + 1, 10)
 
-    async with asyncio.TaskGroup() as clients:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as clients:
         clients.create_task(client(0))
         clients.create_task(client(1))
-        await asyncio.sleep(0.02)
+        while rooms.num_waiting < 2:
+            await asyncio.sleep(0.001)
         known.observe(report("prefill", "p0", 15, sequence=2))
-        await asyncio.sleep(0.02)
-        assert served == [0]
+        while not served:
+            await asyncio.sleep(0.001)
+        assert (served, rooms.num_waiting) == ([0], 1)
         known.observe(report("prefill", "p0", 25, sequence=3))
     assert served == [0, 1]
+
+
+async def test_a_client_that_leaves_as_it_is_served_gives_its_room_back() -> None:
+    known = registry()
+    known.observe(report("prefill", "p0", 1))
+    known.observe(report("decode", "d0"))
+    rooms = queue(known)
+    far = asyncio.get_running_loop().time() + 60
+    waiting = asyncio.get_running_loop().create_task(rooms.wait(Waiting(far - 60), AUTO, 7, far))
+    while not rooms.num_waiting:
+        await asyncio.sleep(0)
+    known.observe(report("prefill", "p0", 15, sequence=2))
+    (prefill,) = known.ready("prefill")
+    async with asyncio.timeout(10):
+        while not prefill.pending:
+            await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    assert (prefill.pending, rooms.num_waiting) == ({}, 0)
+
+
+async def test_who_comes_back_keeps_its_place_also_in_a_full_queue() -> None:
+    known = registry()
+    known.observe(report("prefill", "p0"))
+    known.observe(report("decode", "d0"))
+    rooms = queue(known, max_queued=1)
+    far = asyncio.get_running_loop().time() + 60
+    eldest = Waiting(far - 60)
+    await rooms.wait(eldest, AUTO, 1, far)
+    known.observe(report("prefill", "p0", 1, sequence=2))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as clients:
+        younger = clients.create_task(rooms.wait(Waiting(far - 59.9), AUTO, 2, far))
+        while rooms.num_waiting < 1:
+            await asyncio.sleep(0)
+        back = clients.create_task(rooms.wait(eldest, AUTO, 3, far))
+        while rooms.num_waiting < 2:
+            await asyncio.sleep(0)
+        known.settle("p0-b0", 1, granted=False)
+        known.observe(report("prefill", "p0", 12, sequence=3))
+        await back
+        assert not younger.done()
+        known.observe(report("prefill", "p0", 40, sequence=4))
+
+
+async def test_what_a_due_request_lacks_is_kept_for_it_and_nothing_else() -> None:
+    """The big one waits for D; a small one still goes to the other D, and the same P."""
+    known = registry()
+    known.observe(report("prefill", "p0"))
+    known.observe(report("decode", "d0", 30))
+    known.observe(report("decode", "d1", 20))
+    rooms = queue(known, max_queued=8)
+    now = asyncio.get_running_loop().time()
+    big = replace(AUTO, prompt_len=50 * 16)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as clients:
+        waiting = clients.create_task(rooms.wait(Waiting(now - 3), big, 1, now + 60))
+        while not rooms.num_waiting:
+            await asyncio.sleep(0)
+        small = await rooms.wait(Waiting(now), AUTO, 2, now + 60)
+        assert small.decode.report.id == "d1", "d0 is where the big one will fit first"
+        assert small.prefill is not None
+        known.observe(report("decode", "d0", 60, sequence=2))
+        assert (await waiting).decode.report.id == "d0"
 
 
 async def expect(kind: type[CapacityError], waiting: Any) -> str:

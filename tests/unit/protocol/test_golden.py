@@ -24,12 +24,15 @@ from shared.protocol.messages import (
     Geometry,
     LinkAddress,
     Pages,
+    Ping,
     Prefill,
     PrefillTimings,
     Replay,
     ReplayReply,
     ReplayStatus,
     Reserve,
+    RollCall,
+    RollCallReply,
     SamplingSpec,
     TicketTimings,
     TokenEntry,
@@ -87,6 +90,7 @@ SAMPLES: dict[str, WireModel] = {
         prompt=(1, 2, 151_000),
         sampling=SAMPLING,
         remaining_s=29.5,
+        waited_s=0.5,
     ),
     "reserve_local": Reserve(
         room=1,
@@ -109,6 +113,7 @@ SAMPLES: dict[str, WireModel] = {
         prompt=(1, 2, 151_000),
         sampling=SAMPLING,
         remaining_s=29.5,
+        waited_s=0.5,
     ),
     "verdict": Verdict(ok=True),
     "verdict_no": Verdict(ok=False, code="ticket_denied", message="no pages", retry_after_s=1.5),
@@ -160,9 +165,17 @@ SAMPLES: dict[str, WireModel] = {
     ),
     "replay": Replay(room=ROOM, generation=2, wanted=((0, 0), (1, 5))),
     "replay_reply": ReplayReply(status=ReplayStatus.LIVE, entries=(ENTRY,)),
+    "replay_reply_ended": ReplayReply(
+        status=ReplayStatus.ENDED, code="corrupt_state", message="digests disagree", by="decode"
+    ),
+    "ping": Ping(),
+    "roll_call": RollCall(sender="d0-aaaa0001", rooms=(1, ROOM)),
+    "roll_call_reply": RollCallReply(gone=(ROOM,)),
     "cancel": Cancel(room=ROOM, generation=2, reason="client_gone"),
     "cancel_choice": Cancel(room=ROOM, generation=2, reason="stop_string", choice=1),
-    "fail": Fail(room=ROOM, generation=2, sender="p0-bbbb0001", code="engine_error", message="out of memory"),
+    "fail": Fail(
+        room=ROOM, generation=2, sender="p0-bbbb0001", code="engine_error", message="out of memory", by="prefill"
+    ),
     "heartbeat": WorkerReport(
         role="decode",
         id="d0",

@@ -2,6 +2,10 @@
 
 import asyncio
 import signal
+import sys
+import textwrap
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,10 +16,13 @@ from shared.bus.base import Message
 from shared.bus.memory import MemoryBus, MemoryHub
 from shared.protocol import subjects
 from shared.protocol.messages import WorkerReport, decode
+from shared.runtime import service
 from shared.runtime.clock import LoopClock
 from shared.runtime.errors import BatonError
 from shared.runtime.heartbeat import Heartbeat
-from shared.runtime.service import EXIT_CONFIG, Service, main
+from shared.runtime.loop_watch import LoopWatch
+from shared.runtime.process import EXIT_CONFIG, main
+from shared.runtime.service import Service
 from shared.runtime.settings import KvstoreSettings, load_settings
 from shared.runtime.tasks import TaskOwner
 
@@ -30,11 +37,15 @@ class Store(Service):
         self.began = asyncio.Event()
         self.may_start = asyncio.Event()
         self.stopped = 0
+        self.drained: list[str] = []
         self.ill: str | None = None
 
     async def start(self) -> None:
         self.began.set()
         await self.may_start.wait()
+
+    async def drain(self) -> None:
+        self.drained.append(self.state)
 
     async def stop(self) -> None:
         self.stopped += 1
@@ -77,6 +88,7 @@ async def test_a_life_as_others_see_it() -> None:
         store.may_start.set()
         await until(lambda: reports[-1].state == "ready")
     assert reports[-1].state == "draining"
+    assert store.drained == ["draining"]
     assert [report.sequence for report in reports] == list(range(1, len(reports) + 1))
     assert {report.peer for report in reports} == {store.peer}
     assert store.stopped == 1
@@ -139,17 +151,112 @@ async def test_a_start_can_be_given_up() -> None:
     async with running(store):
         pass
     assert store.stopped == 1
+    assert store.drained == []
     assert store.state == "draining"
 
 
-async def test_an_end_that_takes_too_long_is_cut() -> None:
+async def test_draining_too_long_is_cut_and_the_parts_are_ended_all_the_same() -> None:
+    class Busy(Store):
+        async def drain(self) -> None:
+            await asyncio.Event().wait()
+
+    store = Busy(MemoryHub().client("store"), shutdown_timeout_s=0.05)
+    async with asyncio.timeout(DEADLINE_S), running(store):
+        store.may_start.set()
+        await until(lambda: store.state == "ready")
+    assert store.stopped == 1
+
+
+async def test_a_cancelled_drain_ends_the_parts_all_the_same() -> None:
+    class Busy(Store):
+        async def drain(self) -> None:
+            self.drained.append("began")
+            await asyncio.Event().wait()
+
+    store = Busy(MemoryHub().client("store"), shutdown_timeout_s=60)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(store.run(signals=False))
+        store.may_start.set()
+        await until(lambda: store.state == "ready")
+        store.request_stop()
+        await until(lambda: store.drained)
+        task.cancel()
+    assert store.stopped == 1
+
+
+async def test_an_end_that_takes_too_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Store):
         async def stop(self) -> None:
             await asyncio.Event().wait()
 
-    store = Slow(MemoryHub().client("store"), shutdown_timeout_s=0.05)
+    monkeypatch.setattr(service, "STOP_S", 0.05)
+    store = Slow(MemoryHub().client("store"))
     async with asyncio.timeout(DEADLINE_S), running(store):
         store.may_start.set()
+
+
+async def test_no_nats_server_holds_an_end_up() -> None:
+    store = Store(MemoryHub().client("unused"), nats_url="nats://127.0.0.1:9", connect_timeout_s=3600)
+    store._bus = None
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        group.create_task(store.run(signals=False))
+        await asyncio.sleep(0)
+        store.request_stop()
+    assert store.stopped == 0
+
+
+async def test_health_forgives_a_bus_that_is_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = MemoryHub().client("store")
+    store = Store(bus, heartbeat_s=0.05)
+    async with running(store):
+        store.may_start.set()
+        await until(lambda: store.state == "ready")
+        bus.cut()
+        assert store.bus_trouble() is None
+        monkeypatch.setattr(service, "BUS_AWAY_S", 0.2)
+        await until(lambda: store.bus_trouble() is not None)
+        assert "nats-server has been away" in str(store.bus_trouble())
+        bus.mend()
+        assert store.bus_trouble() is None
+
+
+async def test_a_loop_that_stands_still_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    stalls: list[int] = []
+    watch = LoopWatch(lambda: stalls.append(1), limit_s=0.2)
+
+    def blocks() -> None:
+        time.sleep(0.6)
+
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        watch._beat()
+        blocks()
+    watch.close()
+    assert len(stalls) == 2
+    assert "in blocks" in caplog.text
+    assert "the event loop has stood still for" in caplog.text
+
+
+async def test_requests_tasks_can_be_waited_for_but_not_for_ever() -> None:
+    done: list[str] = []
+    never = asyncio.Event()
+
+    async def says(word: str) -> None:
+        await asyncio.sleep(0)
+        done.append(word)
+
+    async def spawns() -> None:
+        await asyncio.sleep(0)
+        owner.spawn(says("inner"), "inner")
+
+    async with TaskOwner() as owner:
+        owner.spawn_vital(never.wait(), "vital")
+        owner.spawn(spawns(), "outer")
+        await owner.wait_spawned(DEADLINE_S)
+        assert done == ["inner"]
+        owner.spawn(never.wait(), "stuck")
+        await owner.wait_spawned(0.05)
+        assert owner.num_tasks == 2
 
 
 async def test_reports_are_soon_but_not_a_flood() -> None:
@@ -203,3 +310,72 @@ async def test_signals_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
         await task
     assert store.stopped == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)], "a guard is left"
+
+
+PROGRAM = """
+    import asyncio, sys, threading
+    from shared.runtime.process import main
+    from shared.runtime.service import Service
+    from shared.runtime.settings import KvstoreSettings
+    from shared.bus.memory import MemoryHub
+
+    class Store(Service):
+        role = "kvstore"
+        serves_http = False
+
+        async def start(self):
+            print("starting", flush=True)
+            if {starts_slowly}:
+                await asyncio.to_thread(threading.Event().wait)  # what prepares a model cannot be cancelled
+
+        async def drain(self):
+            print("draining", flush=True)
+            if {drains_slowly}:
+                await asyncio.Event().wait()
+
+        async def stop(self):
+            print("stopped", flush=True)
+
+    def build(settings):
+        store = Store(settings, bus=MemoryHub().client("store"))
+        print("built", flush=True)
+        return store
+
+    main(KvstoreSettings, build, ["--shutdown-timeout-s", "30"])
+"""
+
+
+async def start_program(**slow: bool) -> asyncio.subprocess.Process:
+    given = {"starts_slowly": False, "drains_slowly": False} | slow
+    code = textwrap.dedent(PROGRAM).format(**given)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=pipe, stderr=pipe)
+
+
+async def said(process: asyncio.subprocess.Process, word: bytes) -> None:
+    assert process.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        while word not in (line := await process.stdout.readline()):
+            assert line, "it ended"
+
+
+async def test_an_end_while_something_is_still_prepared() -> None:
+    process = await start_program(starts_slowly=True)
+    await said(process, b"starting")
+    process.send_signal(signal.SIGTERM)
+    await said(process, b"stopped")
+    assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_it_at_once(second: signal.Signals) -> None:
+    process = await start_program(drains_slowly=True)
+    await said(process, b"starting")
+    assert process.stderr is not None
+    while b"ready" not in await process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    await said(process, b"draining")
+    process.send_signal(second)
+    assert await asyncio.wait_for(process.wait(), DEADLINE_S) == -second

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from shared.runtime.credentials import masked, secret_fields
 from shared.runtime.settings import (
     ROLES,
     ConfigError,
@@ -12,6 +13,7 @@ from shared.runtime.settings import (
     GatewaySettings,
     KvstoreSettings,
     PrefillSettings,
+    SidecarSettings,
     load_settings,
     parse_flags,
     unknown_variables,
@@ -125,8 +127,10 @@ def test_every_setting_is_a_flag_with_an_explanation(role: str, capsys: pytest.C
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for field, info in cls.model_fields.items():
-        assert f"--{field.replace('_', '-')} VALUE" in text
+        assert (f"--{field.replace('_', '-')} VALUE" in text) == (field not in secret_fields(cls)), field
         assert info.description, field
+    for field in secret_fields(cls):
+        assert field in text.split("No flags, because every user of the host could read them:")[1]
     assert f"BATON_{role.upper()}_<FIELD>" in text
     assert "example: python -m services." in text
 
@@ -136,8 +140,65 @@ def test_flags_are_overrides() -> None:
 
 
 def test_settings_are_frozen_and_show_no_password() -> None:
-    settings = load_settings(DecodeSettings, {"nats_url": "nats://me:secret@10.0.0.1:4222"})
+    secrets = {"nats_url": "nats://me:secret@10.0.0.1:4222", "nats_user": "me", "nats_password": "s3cret"}
+    settings = load_settings(DecodeSettings, secrets)
     with pytest.raises(ValidationError):
         settings.page_tokens = 1  # type: ignore[misc]
     assert settings.public()["nats_url"] == "nats://***@10.0.0.1:4222"
+    assert settings.public()["nats_password"] == "***"
     assert settings.public()["name"] == "decode"
+    assert "s3cret" not in repr(settings) + str(settings.public())
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("nats://u:p@host:1", "nats://***@host:1"),
+        ("nats://u:p/a@ss@host:1", "nats://***@host:1"),
+        ("nats://a:b@one,tls://c:d@two,nats://three", "nats://***@one,tls://***@two,nats://three"),
+        ("owner/name@main", "owner/name@main"),
+        ("nats://token@host", "nats://***@host"),
+    ],
+)
+def test_logins_in_addresses_are_masked(given: str, shown: str) -> None:
+    assert masked(given) == shown
+
+
+def test_a_wrong_secret_is_not_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('[gateway]\napi_keys = ["tenant:s3cret-key"]\n')
+    monkeypatch.setenv("BATON_CONFIG", str(file))
+    with pytest.raises(ConfigError, match="gateway: api_keys: ") as caught:
+        load_settings(GatewaySettings)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"nats_user": "me"}, "nats_user and nats_password go together"),
+        ({"nats_tls_cert": __file__}, "nats_tls_cert and nats_tls_key go together"),
+        ({"nats_user": "me", "nats_password": "x", "nats_token": "y"}, "set one of the two ways"),
+        ({"nats_tls_ca": "/nowhere/ca.pem"}, "decode: nats_tls_ca: there is no such file"),
+    ],
+)
+def test_half_a_way_into_nats_is_a_mistake(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(DecodeSettings, given)
+
+
+def test_a_sidecar_gets_the_way_into_nats_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"nats_url": "nats://host:1", "nats_user": "me", "nats_password": "s3cret"}
+    for name, value in load_settings(DecodeSettings, given).nats_variables("sidecar").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("BATON_NATS_TOKEN", "of another server")
+    sidecar = load_settings(SidecarSettings)
+    assert (sidecar.nats_url, sidecar.nats_user, sidecar.nats_token) == ("nats://host:1", "me", None)
+    assert sidecar.nats_password is not None
+    assert sidecar.nats_password.get_secret_value() == "s3cret"
+
+
+@pytest.mark.parametrize("timeout_s", [0.4, 1.0])
+def test_a_worker_may_be_silent_between_two_reports(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"worker_timeout_s .* must be more than twice heartbeat_s"):
+        load_settings(GatewaySettings, {"worker_timeout_s": timeout_s, "heartbeat_s": 0.5})

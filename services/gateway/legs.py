@@ -1,0 +1,175 @@
+"""What the gateway says to the workers of one attempt: may I, are you still at it, it is over.
+
+Every failure names the leg to blame (`error.by`), for the circuit breakers and for the choice of the next attempt.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from services.gateway.attempt import Attempt, Order, orders_of
+from services.gateway.breaker import blamed
+from services.gateway.generation import GenerationRequest
+from services.gateway.router import Route
+from shared.bus.ask import ask
+from shared.machines.stepping import Cause
+from shared.protocol import subjects
+from shared.protocol.messages import Cancel, Replay, ReplayReply, ReplayStatus, Verdict
+from shared.runtime.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerLost,
+    ProtocolError,
+    error_from_code,
+)
+
+if TYPE_CHECKING:
+    from services.gateway.flow import GatewayFlow
+
+E = TypeVar("E", bound=BatonError)
+
+
+class Legs:
+    """The workers of one attempt, from the route's choice to their release."""
+
+    def __init__(
+        self, g: "GatewayFlow", request: GenerationRequest, attempt: Attempt, route: Route, deadline: float
+    ) -> None:
+        self._g = g
+        self._request = request
+        self._attempt = attempt
+        self._route = route
+        self._deadline = deadline
+        attempt.box.legs = {worker.report.role: worker.peer for worker in route.workers}
+        for key in route.legs.values():
+            g.rooms.breakers.began(key, attempt.room, g.deps.clock.now())
+
+    async def ask(self, waited_s: float) -> None:
+        """Reserve to D and prefill to P, at once. The first no ends the waiting for the other, and so does a token: P
+        computes only what it has accepted, and only once D has told it where the state goes."""
+        attempt, now = self._attempt, self._g.deps.clock.now()
+        orders = orders_of(
+            self._request, attempt, self._route, self._g.deps.peer, self._deadline - now, waited_s=waited_s
+        )
+        refusal: BatonError | None = None
+        async with asyncio.TaskGroup() as legs:
+            waiting = {legs.create_task(self._ask_leg(order)) for order in orders}
+            arrived = legs.create_task(attempt.box.arrived())
+            while waiting and refusal is None and not arrived.done():
+                done, _ = await asyncio.wait({arrived, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+                refusal = next((a.result() for a in waiting & done if a.result() is not None), None)
+                waiting -= done
+            for task in (arrived, *waiting):
+                task.cancel()
+        if refusal is not None:
+            raise refusal
+        self.settle()
+
+    async def _ask_leg(self, order: Order) -> BatonError | None:
+        """None for a yes, else why not."""
+        deps, registry, peer, room = self._g.deps, self._g.registry, order.peer, self._attempt.room
+        deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
+        try:
+            where = subjects.subject(order.role, peer, order.verb)
+            verdict = await ask(deps.bus, deps.clock, where, order.message, Verdict, deadline=deadline)
+        except PeerLost as error:
+            registry.drop(peer)
+            return _blame(error, order.role)
+        except ValueError:
+            return InvalidRequest("the request is too large to be passed on")
+        except (DeadlineExceeded, ProtocolError) as error:
+            registry.settle(peer, room, granted=False)
+            late = deadline >= self._deadline
+            return _blame(error if late else PeerLost(f"{peer} did not answer in time"), order.role)
+        registry.settle(peer, room, granted=verdict.ok)
+        if verdict.ok:
+            return None
+        self._g.rooms.refused(peer)
+        refusal = error_from_code(verdict.code, f"{peer}: {verdict.message}")
+        refusal.retry_after_s = verdict.retry_after_s
+        return _blame(refusal, order.role)
+
+    async def check(self) -> None:
+        """Nothing came for a while. Who is lost is known from the heartbeats; D is asked for what may have got lost."""
+        registry, route = self._g.registry, self._route
+        if not self._g.deps.bus.connected:
+            return
+        if not registry.is_alive(route.decode.peer):
+            raise _blame(PeerLost(f"the decode worker {route.decode.peer} is gone"), "decode")
+        prefill = None if self._attempt.box.taken_over else route.prefill
+        if prefill is not None and not registry.is_alive(prefill.peer):
+            raise _blame(PeerLost(f"the prefill worker {prefill.peer} is gone"), "prefill")
+        await self.replay()
+
+    async def replay(self) -> None:
+        """Asks D for *tokens from k* of every choice that is not done."""
+        deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self._route.decode.peer
+        wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and c not in attempt.stopped)
+        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted)
+        deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
+        try:
+            where = subjects.subject("decode", decode, subjects.REPLAY)
+            reply = await ask(deps.bus, deps.clock, where, message, ReplayReply, deadline=deadline)
+        except PeerLost as error:
+            raise _blame(error, "decode") from None
+        except DeadlineExceeded:
+            deaf = deps.clock.now() - self._g.registry.deaf_at < self._g.settings.grant_s
+            if deaf or box.events or deadline >= self._deadline:
+                return  # the caller looks at what came and at the time, and asks again
+            raise _blame(PeerLost(f"the decode worker {decode} does not answer"), "decode") from None
+        deps.counters.add("replays")
+        taken = sum(box.deliver(entry) for entry in reply.entries)
+        if reply.status is ReplayStatus.LIVE or box.failure is not None or attempt.done:
+            return
+        box.gap = True  # nothing will come by itself any more: ask for the rest as soon as this is delivered
+        if not taken:
+            box.fail(_why_ended(reply, decode))
+
+    def proven(self) -> None:
+        """D has taken over: both legs work."""
+        self._attempt.proven = True
+        for key in self._route.legs.values():
+            self._g.rooms.breakers.succeeded(key)
+
+    def blame(self, error: BatonError) -> frozenset[str]:
+        """The peers that failed the attempt, as far as it is known; counted by their breakers."""
+        now, box = self._g.deps.clock.now(), self._attempt.box
+        peers = blamed(error.code, error.by, box.legs)
+        for key in self._route.legs.values():
+            if key[0] in peers and self._g.registry.is_alive(key[0]):  # who is gone is not asked anyway
+                self._g.rooms.breakers.failed(key, now, self._attempt.began_at)
+        return frozenset(peers)
+
+    def settle(self) -> None:
+        """Whatever the workers answered or would have: their next reports count what they hold."""
+        for worker in self._route.workers:
+            self._g.registry.settle(worker.peer, self._attempt.room, granted=True)
+
+    def stop_choice(self, choice: int) -> None:
+        attempt = self._attempt
+        order = Cancel(room=attempt.room, generation=attempt.generation, reason="stop", choice=choice)
+        self._g.farewells.tell("decode", self._route.decode.peer, order, self._deadline)
+
+    def end(self, reason: str) -> None:
+        """The attempt is over. Legs that may still hold something are told; those that have finished know."""
+        attempt = self._attempt
+        self.settle()
+        for key in self._route.legs.values():
+            self._g.rooms.breakers.released(key, attempt.room)
+        if not attempt.cancel_legs or all(attempt.box.finished):
+            return
+        order = Cancel(room=attempt.room, generation=attempt.generation, reason=reason)
+        for role, peer in attempt.box.legs.items():
+            self._g.farewells.tell(role, peer, order, self._deadline)
+
+
+def _blame(error: E, leg: str) -> E:
+    error.by = leg
+    return error
+
+
+def _why_ended(reply: ReplayReply, decode: str) -> Cause:
+    """The first cause, where D still knows it: its own notice may have got lost."""
+    if reply.code:
+        return Cause(reply.code, reply.message, by=reply.by)
+    return Cause(PeerLost.code, f"the decode worker {decode} has ended the request", by="decode")

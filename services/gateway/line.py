@@ -1,0 +1,76 @@
+"""Who is next when room is scarce: first come, first served, with a bounded bypass. Pure: the time is passed in.
+
+A request that does not fit waits; later ones that do fit may pass it, a bounded number of times or for a bounded time.
+Then it is *due*: the workers it aims at are kept for it, nobody behind it is sent there, and so they empty until it
+fits. What it does not lack stays open to the others. Nothing is held while waiting: what is served is served whole.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LineSettings:
+    """passes, patience_s: how often, and how long after its arrival, later requests may pass one that waits. reach: how
+    many of the line are looked at in one go."""
+
+    passes: int = 32
+    patience_s: float = 2.0
+    reach: int = 64
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """A request's place in the line, by its arrival; kept while it is tried, so that it never has to queue anew. kept:
+    workers whose room is kept for it."""
+
+    since: float
+    passed: int = 0
+    kept: frozenset[str] = field(default_factory=frozenset)
+
+
+Serve = Callable[[Place, frozenset[str]], bool]
+"""Serves a place if there is room outside of the given workers; False: it has to wait."""
+Lacks = Callable[[Place, frozenset[str]], frozenset[str]]
+"""The workers a place aims at that lack room for it, outside of the given ones."""
+
+
+class Line:
+    """Those who wait, eldest first."""
+
+    def __init__(self, settings: LineSettings = LineSettings()) -> None:
+        self.settings = settings
+        self._places: list[Place] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def join(self, place: Place) -> None:
+        insort(self._places, place, key=lambda p: p.since)
+
+    def leave(self, place: Place) -> None:
+        if place in self._places:
+            self._places.remove(place)
+
+    def is_due(self, place: Place, now: float) -> bool:
+        return place.passed >= self.settings.passes or now - place.since >= self.settings.patience_s
+
+    def advance(self, now: float, serve: Serve, lacks: Lacks) -> None:
+        """Serves whoever can be served now, in order; those leave the line."""
+        waiting: list[Place] = []
+        kept: frozenset[str] = frozenset()
+        for place in self._places[: self.settings.reach]:
+            if not serve(place, kept):
+                waiting.append(place)
+                kept |= self._keep(place, kept, now, lacks)
+                continue
+            self.leave(place)
+            for elder in waiting:
+                elder.passed += 1
+                kept |= self._keep(elder, kept, now, lacks)
+
+    def _keep(self, place: Place, kept: frozenset[str], now: float, lacks: Lacks) -> frozenset[str]:
+        if self.is_due(place, now):
+            place.kept |= lacks(place, kept)
+        return place.kept

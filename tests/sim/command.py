@@ -1,0 +1,92 @@
+"""The command line of the simulation: runs seeds in several processes, adds up what they did, and shows what broke."""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from tests.sim.simulation import SeedResult, run_seed
+from tests.sim.table import missing, render
+
+_BATCH = 8
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of names must repeat, too
+        arguments = sys.argv[1:] if argv is None else argv
+        os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *arguments], os.environ | {"PYTHONHASHSEED": "0"})
+    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
+    began = time.monotonic()
+    total = Total()
+    for result in _results(list(seeds), options.jobs):
+        total.add(result)
+        if result.violation is not None:
+            _show_failure(result)
+            if total.failures >= options.max_failures:
+                break
+        elif options.seed is not None:
+            print("\n".join(result.last_events))
+    total.show(time.monotonic() - began, whole=options.seed is None and options.seeds >= options.table_from)
+    return 1 if total.failures or (total.seeds >= options.table_from and missing(total.hits)) else 0
+
+
+class Total:
+    def __init__(self) -> None:
+        self.seeds = self.failures = self.num_events = 0
+        self.hits: Counter[tuple[str, str, str]] = Counter()
+        self.struck: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.work: Counter[str] = Counter()
+
+    def add(self, result: SeedResult) -> None:
+        self.seeds += 1
+        self.failures += result.violation is not None
+        self.num_events += result.num_events
+        self.hits.update(result.hits)
+        self.struck.update(result.struck)
+        self.outcomes.update(result.outcomes)
+        self.work.update(result.work)
+
+    def show(self, wall_s: float, *, whole: bool) -> None:
+        print("\n".join(render(self.hits)))
+        if whole and (left := missing(self.hits)):
+            print(f"never hit: {', '.join(f'{fault} in {role}:{state}' for fault, role, state in left)}")
+        print(f"seeds {self.seeds}, requests {sum(self.outcomes.values())}, events {self.num_events}")
+        for name, counts in (("outcomes", self.outcomes), ("faults", self.struck), ("work", self.work)):
+            print(f"{name}: " + ", ".join(f"{what} {count}" for what, count in counts.most_common()))
+        cpu_s = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        print(f"{wall_s:.0f} s, {cpu_s / max(1, self.seeds):.3f} CPU seconds a seed; violations: {self.failures}")
+
+
+def _results(seeds: list[int], jobs: int) -> Iterator[SeedResult]:
+    if jobs <= 1 or len(seeds) < 2 * _BATCH:
+        yield from map(run_seed, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(run_seed, seeds, chunksize=_BATCH)
+
+
+def _show_failure(result: SeedResult) -> None:
+    assert result.violation is not None
+    invariant, detail = result.violation
+    print(f"seed {result.seed} broke: {invariant}\n  {detail}\nthe last events:")
+    print("\n".join(f"  {event}" for event in result.last_events))
+    print(f"again: {os.path.relpath(sys.executable)} -m tests.sim --seed {result.seed}\n", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many (2000)")
+    parser.add_argument("--first", type=int, default=0, help="the first one (0)")
+    parser.add_argument("--seed", type=int, help="only this one, and show its last events")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one a core)")
+    parser.add_argument("--max-failures", type=int, default=3, help="stop after so many (3)")
+    parser.add_argument(
+        "--table-from", type=int, default=1000, help="from so many seeds on each pair must be hit (1000)"
+    )
+    return parser

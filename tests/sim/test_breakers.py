@@ -1,0 +1,180 @@
+"""A worker whose leg keeps failing is left alone, tried again with one request, and taken back when it works: nothing
+marks a peer as failed for ever."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shared.protocol.messages import Verdict
+from shared.runtime.errors import EngineError, InvalidRequest, PeerLost
+from tests.sim.cluster import Cluster, prompt_of
+from tests.sim.processes import Worker
+from tests.sim.virtual_time import run_virtual
+
+SAMPLING: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+
+
+def break_door(worker: Worker) -> list[int]:
+    """Its sidecar refuses everything until something is put into the list; the second list counts the tries."""
+    open_, tries = worker.link.open, [0]
+
+    async def refuse(*args: Any) -> None:
+        if tries[0] >= 0:
+            tries[0] += 1
+            raise PeerLost("the worker's own sidecar is down")
+        await open_(*args)
+
+    worker.link.open = refuse  # type: ignore[method-assign]
+    return tries
+
+
+def health(cluster: Cluster) -> dict[tuple[str, str], str]:
+    now = asyncio.get_running_loop().time()
+    return {key: str(value) for key, value in cluster.gateway.rooms.breakers.report(now).items()}
+
+
+def test_a_broken_decode_worker_is_left_alone_and_taken_back() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(60), Cluster(decodes=2, num_pages=256) as cluster:
+            broken, good = cluster.decodes
+            tries = break_door(broken)
+            # One that works is busier, so that the broken one would always be chosen.
+            load = [cluster.ask(prompt_of(60), max_tokens=180, ignore_eos=True, path="local") for _ in range(2)]
+            broken.desk.draining = True
+            busy = [asyncio.get_running_loop().create_task(work) for work in load]
+            while good.desk.tickets.states() != {"started": 2}:
+                await asyncio.sleep(0.01)
+            broken.desk.draining = False
+            await asyncio.sleep(0.6)
+            attempts = []
+            for number in range(12):
+                answer = await cluster.ask(prompt_of(9, seed=number), **SAMPLING)
+                assert answer.error is None
+                attempts.append(answer.timings["attempts"])
+            assert attempts[:3] == [2, 2, 2], "each of the first finds out by itself"
+            assert set(attempts[3:]) <= {1, 2}
+            assert tries[0] <= 3 + 2, "afterwards only probes go there"
+            assert health(cluster) == {(broken.peer, "decode"): "open"}
+            tries[0] = -1
+            await asyncio.sleep(5.0)
+            assert health(cluster) == {(broken.peer, "decode"): "half_open"}
+            granted = broken.counters["tickets_granted"]
+            for number in range(4):
+                assert (await cluster.ask(prompt_of(9, seed=number), **SAMPLING)).timings["attempts"] == 1
+            assert broken.counters["tickets_granted"] >= granted + 1
+            assert health(cluster) == {}
+            assert [(await task).error for task in busy] == [None, None]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_broken_prefill_worker_is_left_alone() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(60), Cluster(prefills=2) as cluster:
+            broken = cluster.prefills[0]
+
+            def refuse(*_: Any, **__: Any) -> None:
+                raise EngineError("out of order")
+
+            broken.engine.reserve = refuse  # type: ignore[method-assign]
+            answers = []
+            for number in range(8):
+                answers.append(await cluster.ask(prompt_of(9, seed=number), **SAMPLING))
+                await asyncio.sleep(0.6)  # until it has reported again, its no is remembered anyway
+            assert [a.error for a in answers] == [None] * 8
+            assert [a.timings["attempts"] for a in answers[:3]] == [2, 2, 2]
+            assert sum(a.timings["attempts"] for a in answers[3:]) <= 5 + 2, "but for probes"
+            assert list(health(cluster)) == [(broken.peer, "prefill")]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_the_only_worker_is_used_whatever_happened_to_it() -> None:
+    """Refusing everybody would help nobody: it is asked, and the first success closes its breaker."""
+
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            tries = break_door(cluster.decodes[0])
+            for _ in range(4):
+                assert isinstance((await cluster.ask(prompt_of(9), **SAMPLING)).error, PeerLost)
+            assert health(cluster) == {(cluster.decodes[0].peer, "decode"): "open"}
+            tries[0] = -1
+            assert (await cluster.ask(prompt_of(9), **SAMPLING)).error is None
+            assert health(cluster) == {}
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_leg_is_judged_alone() -> None:
+    """Its transfers fail; prompts that D computes itself still go there, and P is not to blame."""
+
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            break_door(cluster.decodes[0])
+            for _ in range(2):
+                await cluster.ask(prompt_of(9), **SAMPLING)
+            assert list(health(cluster)) == [(cluster.decodes[0].peer, "decode")]
+            local = await cluster.ask(prompt_of(9), path="local", **SAMPLING)
+            assert (local.error, local.timings["attempts"]) == (None, 1)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_restart_starts_with_a_closed_breaker() -> None:
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            break_door(cluster.decodes[0])
+            for _ in range(4):
+                await cluster.ask(prompt_of(9), **SAMPLING)
+            assert health(cluster) != {}
+            old = cluster.decodes[0].peer
+            await cluster.restart(cluster.decodes[0])
+            async with asyncio.timeout(5):
+                while not any(w.peer != old for w in cluster.gateway.registry.ready("decode")):
+                    await asyncio.sleep(0.01)
+            assert health(cluster) == {}
+            assert len(cluster.gateway.rooms.breakers) == 0
+            assert (await cluster.ask(prompt_of(9), **SAMPLING)).error is None
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("what", ["mistake", "cancel", "refusal", "deadline"])
+def test_what_is_not_the_workers_fault_never_counts(what: str) -> None:
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            for number in range(8):
+                if what == "mistake":
+                    answer = await cluster.ask(prompt_of(2000), **SAMPLING)
+                    assert isinstance(answer.error, InvalidRequest)
+                elif what == "cancel":
+                    await cluster.ask(prompt_of(30), max_tokens=50, ignore_eos=True, leave_after=1 + number % 3)
+                elif what == "refusal":
+                    cluster.decodes[0].desk.draining = True
+                    answer = await cluster.ask(prompt_of(9), timeout_s=2.0, **SAMPLING)
+                    assert answer.error is not None
+                else:
+                    answer = await cluster.ask(prompt_of(30), max_tokens=190, ignore_eos=True, timeout_s=0.5)
+                    assert answer.error is not None
+            assert len(cluster.gateway.rooms.breakers) == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_refusal_with_an_error_of_its_own_counts_against_who_said_it() -> None:
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            prefill = cluster.prefills[0]
+            prefill.desk.admit = lambda *_, **__: Verdict(ok=False, code="engine_error", message="broken")  # type: ignore[method-assign]
+            assert isinstance((await cluster.ask(prompt_of(9), **SAMPLING)).error, EngineError)
+            assert list(health(cluster)) == [(prefill.peer, "prefill")]
+            await cluster.settle()
+
+    run_virtual(scenario())

@@ -1,0 +1,451 @@
+"""A failed leg ends the other one and reaches the client within 200 ms of virtual time, in every direction, and it is
+the first cause that arrives. What a cut network keeps from a worker it learns as soon as it can."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+from shared.bus.base import Message
+from shared.bus.memory import Envelope
+from shared.protocol import subjects
+from shared.protocol.messages import Commit, CommitStatus, Fail, Tokens, Verdict, WireModel, decode, encode
+from shared.runtime.errors import Corrupt, EngineError, PeerLost
+from shared.transfer.fake import Mishap
+from tests.sim.cluster import Answer, Cluster, prompt_of
+from tests.sim.processes import Worker
+from tests.sim.virtual_time import run_virtual
+
+M = TypeVar("M", bound=WireModel)
+SOON_S = 0.2
+STEP_S = 0.05
+"""Chunks of eight tokens: a prompt of 160 takes a second."""
+LONG = prompt_of(160)
+SAMPLING: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "timeout_s": 120.0}
+
+
+def verb_of(envelope: Envelope) -> str:
+    return envelope.subject.rsplit(".", 1)[-1]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def until(condition: Callable[[], bool], within_s: float) -> float:
+    """When it came true, as seconds from now; fails after `within_s`."""
+    began = now()
+    while not condition():
+        assert now() - began <= within_s, f"not within {within_s} s"
+        await asyncio.sleep(0.001)
+    return now() - began
+
+
+def asked(cluster: Cluster, prompt: tuple[int, ...] = LONG, **more: Any) -> asyncio.Task[Answer]:
+    return asyncio.get_running_loop().create_task(cluster.ask(prompt, **(SAMPLING | more)))
+
+
+def in_state(worker: Worker, state: str) -> Callable[[], bool]:
+    return lambda: worker.desk.tickets.states() == {state: 1}
+
+
+def intercept(cluster: Cluster, verb: str, kind: type[M], handle: Callable[[M], Awaitable[WireModel]]) -> None:
+    """Everything for `verb` goes to `handle` from now on."""
+    for subscription in cluster.hub._subscriptions:
+        if subscription.pattern.endswith(f".{verb}"):
+
+            async def on_message(message: Message) -> bytes:
+                return encode(await handle(decode(kind, message.data)))
+
+            subscription.lane.handler = on_message
+
+
+def only_once(cluster: Cluster) -> None:
+    """No second attempt: the first cause is the client's."""
+    cluster.gateway.flow.settings = type(cluster.gateway.flow.settings)(max_attempts=1)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "computing", "committing"])
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_prefill_fails_and_decode_and_client_know_at_once(phase: str, how: str) -> None:
+    def policy(envelope: Envelope) -> Iterable[float]:
+        held = {"waiting": subjects.DESTINATION, "committing": subjects.COMMIT}
+        return () if envelope.kind == "request" and verb_of(envelope) == held.get(phase) else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy, step_s=STEP_S) as cluster:
+            only_once(cluster)
+            prefill, decode = cluster.prefills[0], cluster.decodes[0]
+            asking = asked(cluster)
+            await until(in_state(prefill, phase), 5.0)
+            if how == "dies":
+                prefill.kill_now()
+            else:
+                for ticket in prefill.desk.tickets:
+                    ticket.end("engine_error", "out of memory", by="prefill")
+            took = await until(lambda: decode.is_empty, SOON_S)
+            await until(asking.done, SOON_S - took)
+            error = (await asking).error
+            if how == "dies":
+                assert isinstance(error, PeerLost)
+            elif phase == "committing":  # all was sent: whether it goes on is for D to say, and D was told by P
+                assert isinstance(error, EngineError)
+            else:
+                assert isinstance(error, EngineError)
+                assert "out of memory" in error.message
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("phase", ["reserved", "filling", "started"])
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_decode_fails_and_prefill_and_client_know_at_once(phase: str, how: str) -> None:
+    async def scenario() -> None:
+        async with Cluster(step_s=STEP_S) as cluster:
+            only_once(cluster)
+            prefill, decode = cluster.prefills[0], cluster.decodes[0]
+            asking = asked(cluster)
+            await until(in_state(decode, phase), 5.0)
+            if how == "dies":
+                decode.kill_now()
+            else:
+                for ticket in decode.desk.tickets:
+                    ticket.end("engine_error", "out of memory", by="decode")
+            await until(lambda: prefill.is_empty and asking.done(), SOON_S)
+            assert isinstance((await asking).error, PeerLost if how == "dies" else EngineError)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_prefill_dies_between_token_0_and_the_commit() -> None:
+    """The client has a token already, so it is told; it must not wait for a heartbeat to be missed."""
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        return () if verb_of(envelope) == subjects.COMMIT else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy) as cluster:
+            prefill = cluster.prefills[0]
+            asking = asked(cluster, prompt_of(13))
+            await until(in_state(prefill, "committing"), 5.0)
+            prefill.kill_now()
+            await until(asking.done, SOON_S)
+            answer = await asking
+            assert isinstance(answer.error, PeerLost)
+            assert "prefill" in answer.error.message
+            await cluster.settle(SOON_S)
+
+    run_virtual(scenario())
+
+
+def test_once_decode_has_taken_over_prefill_may_die() -> None:
+    async def scenario() -> None:
+        async with Cluster(step_s=0.02) as cluster:
+            asking = asked(cluster, prompt_of(13))
+            await until(in_state(cluster.decodes[0], "started"), 5.0)
+            await asyncio.sleep(0.1)
+            cluster.prefills[0].kill_now()
+            answer = await asking
+            assert (answer.error, len(answer.tokens[0])) == (None, 200)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_one_leg_says_no_while_the_other_takes_its_time(role: str) -> None:
+    """C38: nobody waits for the slow leg, and what it is asked for too late never begins."""
+    slow = subjects.RESERVE if role == "prefill" else subjects.PREFILL
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        return (3.0,) if verb_of(envelope) == slow and envelope.kind == "request" else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy) as cluster:
+            only_once(cluster)
+            refuser = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
+            other = (cluster.decodes if role == "prefill" else cluster.prefills)[0]
+            refuser.desk.admit = lambda *_, **__: Verdict(ok=False, code="engine_error", message="broken")  # type: ignore[method-assign]
+            asking = asked(cluster)
+            await until(asking.done, SOON_S)
+            error = (await asking).error
+            assert isinstance(error, EngineError)
+            assert refuser.peer in error.message
+            await asyncio.sleep(5.0)
+            assert other.is_empty
+            assert other.counters["tickets_granted"] == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_one_leg_gave_up_before_the_other_heard_of_it_never_begins(role: str) -> None:
+    """The gateway's own words to the slow leg come late, and its cancel never."""
+    order = subjects.RESERVE if role == "decode" else subjects.PREFILL
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        if verb_of(envelope) in (subjects.CANCEL, subjects.ROLL_CALL):
+            return ()
+        return (3.0,) if verb_of(envelope) == order and envelope.kind == "request" else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy) as cluster:
+            only_once(cluster)
+            slow = (cluster.decodes if role == "decode" else cluster.prefills)[0]
+            other = (cluster.prefills if role == "decode" else cluster.decodes)[0]
+            asking = asked(cluster)
+            await until(lambda: len(other.desk) == 1, 1.0)
+            for ticket in other.desk.tickets:
+                ticket.end("engine_error", "out of memory", by=other.role)
+            await until(asking.done, SOON_S)
+            assert isinstance((await asking).error, EngineError)
+            await asyncio.sleep(5.0)
+            assert slow.counters["tickets_granted"] == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_decode_refuses_what_prefill_has_finished() -> None:
+    """C6: P's pages are free a round trip after D's no."""
+
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            only_once(cluster)
+            prefill = cluster.prefills[0]
+            cluster.network.policy = lambda key, pieces: Mishap(corrupt=True)
+            asking = asked(cluster, prompt_of(13))
+            await until(lambda: not prefill.is_empty, 1.0)
+            await until(asking.done, 1.0)
+            await until(lambda: prefill.is_empty, 0.01)
+            assert isinstance((await asking).error, Corrupt)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("order", ["fail first", "commit first"])
+def test_an_end_is_never_overwritten(order: str) -> None:
+    """C28: an error and then an ok for one ticket, and the other way round."""
+
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            worker = cluster.decodes[0]
+            held: list[Commit] = []
+            on_commit = worker.desk.on_commit  # type: ignore[union-attr]
+
+            async def hold(record: Commit) -> Any:
+                held.append(record)
+                return await on_commit(record) if order == "commit first" else await asyncio.sleep(60)
+
+            cluster.hub.policy = lambda e: () if verb_of(e) == subjects.COMMIT and e.kind == "reply" else (0.0,)
+            intercept(cluster, subjects.COMMIT, Commit, hold)
+            asking = asked(cluster, prompt_of(13), max_tokens=40)
+            await until(lambda: bool(held), 5.0)
+            record = held[0]
+            fail = Fail(
+                room=record.room,
+                generation=record.generation,
+                sender="p",
+                code="engine_error",
+                message="",
+                by="prefill",
+            )
+            await worker.desk.on_fail(fail)
+            reply = await on_commit(record)
+            answer = await asking
+            if order == "fail first":
+                assert reply.status in (CommitStatus.FAILED, CommitStatus.DEAD)
+                assert isinstance(answer.error, EngineError)
+                assert worker.engine.stats.tokens_generated == 0
+            else:
+                assert reply.status is CommitStatus.COMMITTED
+                assert (answer.error, len(answer.tokens[0])) == (None, 40)
+            await cluster.settle(65.0)
+
+    run_virtual(scenario())
+
+
+def test_the_first_cause_reaches_the_client_though_every_notice_of_it_is_lost() -> None:
+    """C39: D keeps why it ended, and says so when it is asked for tokens."""
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        return () if verb_of(envelope) == subjects.FAIL else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy) as cluster:
+            only_once(cluster)
+            decode = cluster.decodes[0]
+            asking = asked(cluster, prompt_of(13))
+            await until(in_state(decode, "started"), 5.0)
+            await asyncio.sleep(0.3)
+            for ticket in decode.desk.tickets:
+                ticket.end("engine_error", "out of memory", by="decode")
+            answer = await asking
+            assert isinstance(answer.error, EngineError)
+            assert "out of memory" in answer.error.message
+            assert 10 < len(answer.tokens[0]) < 200
+            assert answer.finishes == [None]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_failure_before_anything_was_sent_to_the_client_is_tried_again_though_token_0_is_there() -> None:
+    """Token 0 and the failure arrive together: the client gets every token once, from the second attempt."""
+
+    async def scenario() -> None:
+        async with Cluster(prefills=2, decodes=2) as cluster:
+            deliver = cluster.gateway.inbox.on_tokens
+            once: list[int] = []
+
+            async def with_failure(message: Tokens) -> Verdict:
+                answer = await deliver(message)
+                for entry in message.entries:
+                    if not once:
+                        once.append(entry.room)
+                        fail = Fail(
+                            room=entry.room, generation=1, sender="d", code="peer_lost", message="", by="decode"
+                        )
+                        await cluster.gateway.inbox.on_fail(fail)
+                return answer
+
+            intercept(cluster, subjects.TOKENS, Tokens, with_failure)
+            answer = await cluster.ask(prompt_of(13), max_tokens=20, ignore_eos=True)
+            assert (answer.error, len(answer.tokens[0])) == (None, 20)
+            assert answer.timings["attempts"] == 2
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_cancel_that_is_never_heard_is_found_out_by_the_roll_call(role: str) -> None:
+    def policy(envelope: Envelope) -> Iterable[float]:
+        lost = (subjects.CANCEL, subjects.FAIL)
+        return () if verb_of(envelope) in lost else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy, step_s=STEP_S, num_pages=400) as cluster:
+            worker = (cluster.prefills if role == "prefill" else cluster.decodes)[0]
+            asking = asked(cluster, prompt_of(1000) if role == "prefill" else prompt_of(13))
+            await until(in_state(worker, "computing" if role == "prefill" else "started"), 5.0)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await until(lambda: all(w.is_empty for w in cluster.workers), 3.0)
+            assert worker.counters["cancels_missed"] == 1
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("lost", [subjects.CANCEL, subjects.ROLL_CALL])
+def test_a_worker_that_is_cut_off_for_a_minute_learns_of_the_end_when_it_is_back(lost: str) -> None:
+    """Longer than any notice is repeated eagerly. Its heartbeats arrive, and so do the gateway's: nobody seems gone.
+    The cancel, which is repeated, and the roll call each do alone."""
+    cut = False
+
+    async def scenario() -> None:
+        nonlocal cut
+
+        async with Cluster(step_s=0.2, num_pages=400) as cluster:
+            worker = cluster.decodes[0]
+
+            def policy(envelope: Envelope) -> Iterable[float]:
+                is_cut = cut and worker.name in (envelope.sender, envelope.receiver)
+                is_lost = is_cut and verb_of(envelope) != subjects.HEARTBEAT
+                return () if is_lost or verb_of(envelope) == lost else (0.0,)
+
+            cluster.hub.policy = lambda envelope: tuple(policy(envelope))
+            asking = asked(cluster, prompt_of(13), max_tokens=400, timeout_s=600.0)
+            await until(in_state(worker, "started"), 5.0)
+            cut = True
+            asking.cancel()
+            await asyncio.wait({asking})
+            await asyncio.sleep(60.0)
+            assert not worker.is_empty
+            cut = False
+            await until(lambda: all(w.is_empty for w in cluster.workers), 2.5)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_farewells_are_bounded_in_number_and_end_with_the_request() -> None:
+    async def scenario() -> None:
+        async with Cluster(num_pages=2048, max_running=64) as cluster:
+            farewells = cluster.gateway.flow.farewells
+            cluster.hub.policy = lambda e: () if verb_of(e) == subjects.CANCEL else (0.0,)
+            for _ in range(20):
+                asking = asked(cluster, prompt_of(13), timeout_s=30.0)
+                await asyncio.sleep(0.1)
+                asking.cancel()
+                await asyncio.wait({asking})
+            assert 20 <= len(farewells) <= 40
+            await asyncio.sleep(35.0)
+            assert len(farewells) == 0
+            assert cluster.gateway.counters["cancels_unheard"] >= 20
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_prompt_that_waits_long_behind_others_at_prefill_is_no_failure() -> None:
+    """C40: no clock of one phase runs in another. P is busy for longer than any limit but the request's own."""
+
+    async def scenario() -> None:
+        async with Cluster(num_pages=1024, max_running=64, step_s=0.5) as cluster:
+            ahead = [asked(cluster, prompt_of(240, seed=i), max_tokens=1, timeout_s=300.0) for i in range(12)]
+            await asyncio.sleep(0.1)
+            last = asked(cluster, prompt_of(40), max_tokens=3, timeout_s=300.0)
+            began = now()
+            answer = await last
+            assert answer.error is None
+            assert answer.timings["attempts"] == 1
+            assert now() - began > 35.0, "commit_s and grant_s together"
+            assert [(await task).error for task in ahead] == [None] * 12
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_worker_that_loses_its_bus_for_a_moment_is_not_taken_for_dead() -> None:
+    async def scenario() -> None:
+        async with Cluster(step_s=0.02) as cluster:
+            decode = cluster.decodes[0]
+            asking = asked(cluster, prompt_of(13), max_tokens=60)
+            await until(in_state(decode, "started"), 5.0)
+            decode.bus.cut()
+            await asyncio.sleep(0.06)
+            decode.bus.mend()
+            answer = await asking
+            assert (answer.error, len(answer.tokens[0])) == (None, 60)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_who_reports_a_failure_is_not_who_is_blamed() -> None:
+    """P fails, and only D's word of it reaches the gateway."""
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        is_own = verb_of(envelope) == subjects.FAIL and envelope.sender.startswith("prefill")
+        return () if is_own and envelope.receiver == "gateway-0" else (0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(policy=policy, step_s=STEP_S) as cluster:
+            only_once(cluster)
+            prefill = cluster.prefills[0]
+            asking = asked(cluster)
+            await until(in_state(prefill, "computing"), 5.0)
+            for ticket in prefill.desk.tickets:
+                ticket.end("engine_error", "out of memory", by="prefill")
+            assert isinstance((await asking).error, EngineError)
+            assert list(cluster.gateway.rooms.breakers._breakers) == [(prefill.peer, "prefill")]
+            await cluster.settle()
+
+    run_virtual(scenario())
