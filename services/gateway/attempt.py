@@ -13,8 +13,8 @@ from shared.protocol.messages import Prefill, Reserve, WireModel
 
 @dataclass(slots=True)
 class Attempt:
-    """state: its machine. box: what arrives for it. stopped: choices that the text side ended. proven: D has taken
-    over, so both legs work."""
+    """state: its machine. box: what arrives for it. stopped: choices that the text side ended. proven: its legs were
+    seen to work."""
 
     state: machine.Attempt
     box: Letterbox

@@ -39,7 +39,7 @@ class Farewells:
 
     async def _tell(self, where: str, order: Cancel, until: float) -> None:
         deps = self._deps
-        eager_until = min(until, deps.clock.now() + _EAGER_S)
+        eager_until = deps.clock.now() + _EAGER_S  # also where the deadline was what ended it
         try:
             try:
                 await ask(deps.bus, deps.clock, where, order, Verdict, deadline=eager_until, every_s=_EVERY_S)

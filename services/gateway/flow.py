@@ -28,7 +28,6 @@ from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError, CapacityError, DeadlineExceeded, error_from_code
 from shared.runtime.ids import new_room
 
-
 _TICK_S = 0.001
 """Timers fire a little early: so close to its deadline a request is over."""
 
@@ -114,6 +113,7 @@ class RequestFlow:
                         self._watch.tokens(batch)
                         yield batch
                 attempt.apply(machine.AllDone(generation))
+                legs.proven()
                 return
             except BatonError as error:
                 attempt.apply(Ended(generation, Cause(error.code, error.message, by=error.by)))
@@ -175,7 +175,7 @@ class RequestFlow:
             self._watch.ticket(box.timings)
         if attempt.route is not None:
             self._path = attempt.route.path
-        if box.taken_over and not attempt.proven:
+        if box.taken_over:
             legs.proven()
         return batch
 

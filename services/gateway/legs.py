@@ -126,10 +126,12 @@ class Legs:
             box.fail(_why_ended(reply, decode))
 
     def proven(self) -> None:
-        """D has taken over: both legs work."""
-        self._attempt.proven = True
-        for key in self._route.legs.values():
-            self._g.rooms.breakers.succeeded(key)
+        """D has taken over, or P's token was all there is: so much works. Counted once."""
+        attempt = self._attempt
+        for role, key in self._route.legs.items():
+            if not attempt.proven and (role == "prefill" or attempt.box.taken_over):
+                self._g.rooms.breakers.succeeded(key)
+        attempt.proven = True
 
     def blame(self, error: BatonError) -> frozenset[str]:
         """The peers that failed the attempt, as far as it is known; counted by their breakers."""

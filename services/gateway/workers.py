@@ -154,8 +154,8 @@ class WorkerRegistry:
         """The bus says that nobody listens there."""
         if self._workers.pop(peer, None) is not None:
             self._counters.add("workers_lost")
-            self.on_gone(peer)
             self.on_change()
+        self.on_gone(peer)
 
     def ready(self, role: str) -> list[Worker]:
         return [w for w in self._workers.values() if w.report.role == role and w.report.state == "ready"]

@@ -101,14 +101,16 @@ class Display:
         elif self._live is None and phase in ("load", "ready"):
             self.line(name, f"{_WORDS[phase]} ({time.monotonic() - self._began:.1f} s)")
 
-    def ready(self, url: str, model: str, summary: str) -> None:
+    def ready(self, url: str, model: str, summary: str, *, wants_key: bool = False) -> None:
         """The URL, and one line to paste into a shell."""
         self.stop()
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         body = {"model": model, "temperature": 0, "max_tokens": 64, "messages": messages}
         took = time.monotonic() - self._began
         self._say(Text(f"Ready  {url}/v1  {model}  ({summary}, {took:.1f} s)", style="bold green"))
-        self._say(Text(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"))
+        key = " -H 'authorization: Bearer YOUR_KEY'" if wants_key else ""
+        kind = "-H 'content-type: application/json'"
+        self._say(Text(f"  curl {url}/v1/chat/completions{key} {kind} -d '{json.dumps(body)}'"))
         self._say(Text("  Ctrl-C ends it.", style="dim"))
 
     def say(self, text: str) -> None:

@@ -58,10 +58,12 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
         plan("nats://127.0.0.1:4222")  # a mistake is told now, not after minutes of preparing
         served = _prepare_models(options, chosen, console) if prepare_model else gateway.model
         url = _url(gateway.host, chosen["gateway"]["port"])
+        keys = gateway.api_keys.get_secret_value()
         display = Display(console, [name for name, _ in process_names(options)])
 
         def on_ready() -> None:
-            display.ready(url, served, f"{options.num_prefill} prefill, {options.num_decode} decode")
+            summary = f"{options.num_prefill} prefill, {options.num_decode} decode"
+            display.ready(url, served, summary, wants_key=bool(keys or gateway.api_keys_file))
 
         cluster = partial(Cluster, state_dir, display.line, display.phase, restart=options.restart)
         try:

@@ -27,6 +27,7 @@ RECONNECT_WAIT_S = (0.02, 0.2)
 """Each wait is drawn from this range, so that a whole cluster does not return in one instant."""
 _FIRST_CONNECT_WAIT_S = 0.1
 _FLUSH_TIMEOUT_S = 5.0
+_CANCEL_AGAIN_S = 0.1
 _PING_INTERVAL_S = 5
 _STATUS_HEADER = "Status"
 _NO_RESPONDERS_STATUS = "503"
@@ -116,21 +117,21 @@ class NatsConnection:
 
     async def open(self, timeout_s: float) -> None:
         """BusError with the last cause if the server does not let us in within `timeout_s`."""
+        connecting = asyncio.get_running_loop().create_task(self._connect_client())
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._connect_client()
-        except TimeoutError as error:
-            raise BusError(
-                f"no NATS server at {_without_login(self._url)} within {timeout_s:g} s: {self._last_error}"
-            ) from error
+            await asyncio.wait({connecting}, timeout=timeout_s)
+        finally:
+            await _end_task(connecting)
+        if connecting.cancelled():
+            raise BusError(f"no NATS server at {_without_login(self._url)} within {timeout_s:g} s: {self._last_error}")
+        connecting.result()
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 
     async def close(self) -> None:
         self._closed = True
         self._up.set()  # whoever waits for the connection goes on and finds it closed
         if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait([self._supervisor])
+            await _end_task(self._supervisor)
         await _close_client(self._client)
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
@@ -253,6 +254,15 @@ class _TlsClient(Client):
 
 def _next_server(servers: list[Server], info: dict[str, Any]) -> tuple[Server | None, float]:
     return random.choice(servers), random.uniform(*RECONNECT_WAIT_S)
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    """Cancels until it is done: nats-py connects by `asyncio.wait_for`, which loses a cancellation now and then."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()
 
 
 async def _close_client(client: Client) -> None:

@@ -9,7 +9,7 @@ once), never its successor. In the order of a request's life:
     prefill  -> gateway  tokens        token 0, repeated until answered
     prefill  -> decode   commit        token 0, counts and digests; repeated until answered
     decode   -> gateway  tokens        one message a step and gateway
-    gateway  -> decode   replay        tokens from k, after a gap or silence
+    gateway  -> decode   replay        tokens from k, after a gap or silence; P asks too, whether the ticket lives
     any      -> any      cancel, fail  the end, both ways
     gateway  -> worker   ping          are you there?
     worker   -> gateway  roll_call     which of these tickets have you ended?

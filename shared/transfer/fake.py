@@ -10,39 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost, TransferError, TransferRefused
+from shared.runtime.errors import PeerLost, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Digests
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.ledger import Ledger
 from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.mishap import Mishap as Mishap
+from shared.transfer.mishap import Policy, no_mishap
 from shared.transfer.pool import Pool, Run
 from shared.transfer.wire import Header, WirePiece, sign
 
 _NAME = "fake"
 _NONCE = b"no wire, no replay"
-
-
-@dataclass(frozen=True, slots=True)
-class Mishap:
-    """What happens to one transfer. delay_s: before it is let in. layer_delay_s: before each layer is written.
-    lost: it is let in and then nothing comes, until it is fenced or forgotten. corrupt: the first byte written is
-    spoiled. error: it fails with this after it was let in. linger_s: once stopped it still writes the layer it is at,
-    so much later."""
-
-    delay_s: float = 0.0
-    layer_delay_s: float = 0.0
-    lost: bool = False
-    corrupt: bool = False
-    error: TransferError | None = None
-    linger_s: float = 0.0
-
-
-Policy = Callable[[TicketKey, tuple[Piece, ...]], Mishap]
-
-
-def no_mishap(key: TicketKey, pieces: tuple[Piece, ...]) -> Mishap:
-    return Mishap()
 
 
 class FakeNetwork:
@@ -94,6 +74,7 @@ class FakeLink:
         self._open_units: dict[TicketKey, tuple[tuple[int, ...], ...]] = {}
         self._sending: dict[TicketKey, _Outgoing] = {}
         self._received_backend: dict[TicketKey, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self.restarts = 0
         self._boot()
 
@@ -133,6 +114,19 @@ class FakeLink:
     async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
         ticket = self._sending.setdefault(key, _Outgoing(Ledger(self._layout.components)))
         ticket.under_way.append(pieces)
+        task = asyncio.get_running_loop().create_task(self._send(ticket, key, secret, peer, pieces))
+        self._tasks.add(task)
+        task.add_done_callback(self._sent)
+        await asyncio.shield(task)  # who sends may be cancelled: only `forget` stops the sidecar
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever sent may not be there any more to hear it
+
+    async def _send(
+        self, ticket: _Outgoing, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]
+    ) -> None:
         try:
             async with ticket.turn:
                 digests = await self._transfer(ticket, key, secret, peer, pieces)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shared.bus.base import BusTimeout, Message, NoResponders
+from shared.bus.base import BusClosed, BusDisconnected, BusTimeout, Message, NoResponders
 from shared.bus.memory import Envelope, MemoryHub
 
 T = TypeVar("T")
@@ -212,3 +212,57 @@ def test_equal_seeds_give_equal_runs() -> None:
 
     assert trace(7) == trace(7)
     assert trace(7) != trace(8)
+
+
+def test_a_lost_connection_is_noticed_and_a_request_waits_for_it_to_come_back() -> None:
+    async def main() -> None:
+        hub = MemoryHub()
+        a, b = hub.client("a"), hub.client("b")
+        got: list[bytes] = []
+
+        async def handler(message: Message) -> bytes:
+            got.append(message.data)
+            return b"yes"
+
+        await b.subscribe("x", handler)
+        a.cut()
+        assert not a.connected
+        with pytest.raises(BusDisconnected):
+            await a.publish("x", b"lost")
+        with pytest.raises(BusDisconnected):
+            await a.request("x", b"lost", 1.0)
+        asyncio.get_running_loop().call_later(2.0, a.mend)
+        assert await a.request("x", b"again", 5.0) == b"yes"
+        b.cut()
+        await asyncio.sleep(3)  # a has settled: what nobody hears it is told at once
+        with pytest.raises(NoResponders):
+            await a.request("x", b"nobody", 1.0)
+        b.mend()
+        assert await a.request("x", b"back", 1.0) == b"yes"
+        assert got == [b"again", b"back"]
+        await a.close()
+        await b.close()
+
+    run(main)
+
+
+def test_a_client_that_is_severed_says_and_hears_nothing_any_more() -> None:
+    async def main() -> None:
+        hub = MemoryHub()
+        a, b = hub.client("a"), hub.client("b")
+        got: list[bytes] = []
+
+        async def handler(message: Message) -> None:
+            got.append(message.data)
+
+        await b.subscribe("x", handler)
+        b.sever()
+        with pytest.raises(NoResponders):
+            await a.request("x", b"anybody?", 1.0)
+        with pytest.raises(BusClosed):
+            await b.publish("x", b"from the grave")
+        assert got == []
+        await a.close()
+        await b.close()
+
+    run(main)

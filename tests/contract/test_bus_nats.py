@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import nats
+from shared.bus import nats, nats_connection
 from shared.bus.base import BusDisconnected, BusError, Message
 from shared.bus.server import NatsServer
 
@@ -203,6 +203,25 @@ async def test_an_error_after_which_the_client_gives_up_is_mended(server: NatsSe
     await b.close()
     listener.close()
     await listener.wait_closed()
+
+
+async def test_a_client_that_loses_a_cancellation_does_not_hold_us_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[int] = []
+
+    async def stubborn(*_: object, **__: object) -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if len(lost) == 2:
+                    raise
+                lost.append(1)
+
+    monkeypatch.setattr(nats_connection.Client, "connect", stubborn)
+    async with asyncio.timeout(10):
+        with pytest.raises(BusError, match="no NATS server"):
+            await nats.connect("nats://127.0.0.1:9", "a", nats.NatsOptions(connect_timeout_s=0.05))
+    assert len(lost) == 2
 
 
 async def test_login(tmp_path: Path) -> None:

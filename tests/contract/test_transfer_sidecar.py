@@ -223,8 +223,8 @@ async def test_auto_takes_shm_on_one_host_and_tcp_between_hosts(tmp_path: Path) 
         key, secret = new_ticket()
         await receiver.link.open(key, secret, TABLE, lambda _key: None)
         await sides[0].link.send(key, secret, receiver.link.address, PIECES)
-        assert sides[0].link.actual_backend(key) == receiver.link.actual_backend(key) == backend
         assert await receiver.link.received(key) == await sides[0].link.sent(key)
+        assert sides[0].link.actual_backend(key) == receiver.link.actual_backend(key) == backend
     for side in sides:
         await side.close()
     assert os.listdir(tmp_path / "one") == os.listdir(tmp_path / "two") == []

@@ -312,8 +312,10 @@ def test_a_worker_that_cannot_start_ends_it_all_with_its_words(start: Start) -> 
 
 
 def test_a_process_gets_its_settings_from_flags_and_environment(start: Start) -> None:
-    cluster = start("--set", "decode.threads=7", BATON_PREFILL_THREADS="5")
+    cluster = start("--set", "decode.threads=7", BATON_PREFILL_THREADS="5", BATON_API_KEYS="alice:sk-s3cret-0123")
     cluster.wait_ready()
+    assert "-H 'authorization: Bearer YOUR_KEY'" in cluster.text()
+    assert "s3cret" not in cluster.text()
     lines = cluster.text().splitlines()
     assert any(line.startswith("decode-0") and "threads=7" in line for line in lines)
     assert any(line.startswith("prefill-0") and "threads=5" in line for line in lines)

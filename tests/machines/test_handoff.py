@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shared.machines import decode, prefill, request
 from shared.machines.stepping import Cause, Outcome
-from tests.machines.handoff_world import (
+from tests.machines.handoff_parts import (
     D_PAGES,
     DECODE,
     NUM_TOKENS,
@@ -19,9 +19,9 @@ from tests.machines.handoff_world import (
     PREFILL,
     D,
     P,
-    World,
     right_token,
 )
+from tests.machines.handoff_world import World
 
 SIDES = st.sampled_from([DECODE, PREFILL])
 

@@ -24,7 +24,7 @@ _AT_ONCE = (WIRE_S,)
 _BEATS = (subjects.HEARTBEAT, "ping", "hello")
 _ROOM = re.compile(rb'"room":(\d+)')
 _FOLLOWED = 30
-_PAUSES_S = (0.3, 1.2, 3.0, 6.5, 9.0)
+_PAUSES_S = (0.3, 1.2, 4.0, 6.5, 9.0)
 _ERRORS = (PeerLost, TransferTimeout, TransferRefused)
 
 

@@ -30,7 +30,10 @@ def main(argv: list[str] | None = None) -> int:
             if total.failures >= options.max_failures:
                 break
         elif options.seed is not None:
-            print("\n".join(result.last_events))
+            print("\n".join((*result.last_events, f"trace {result.trace}")))
+        if options.for_s is not None and time.monotonic() - began > options.for_s:
+            print(f"{options.for_s} s are over")
+            break
     total.show(time.monotonic() - began, whole=options.seed is None and options.seeds >= options.table_from)
     return 1 if total.failures or (total.seeds >= options.table_from and missing(total.hits)) else 0
 
@@ -68,7 +71,7 @@ def _results(seeds: list[int], jobs: int) -> Iterator[SeedResult]:
         yield from map(run_seed, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap(run_seed, seeds, chunksize=_BATCH)
+        yield from pool.imap_unordered(run_seed, seeds, chunksize=_BATCH)
 
 
 def _show_failure(result: SeedResult) -> None:
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="the first one (0)")
     parser.add_argument("--seed", type=int, help="only this one, and show its last events")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one a core)")
+    parser.add_argument("--for-s", type=float, help="stop after so many seconds, with what there is")
     parser.add_argument("--max-failures", type=int, default=3, help="stop after so many (3)")
     parser.add_argument(
         "--table-from", type=int, default=1000, help="from so many seeds on each pair must be hit (1000)"

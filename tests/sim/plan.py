@@ -123,7 +123,7 @@ def _visits(rng: random.Random, gateways: int, num_pages: int, prefill_pages: in
                 number=number,
                 at_s=at_s,
                 kind=wanted,
-                timeout_s=rng.uniform(0.02, 4.0) if rng.random() < 0.2 else 20.0,
+                timeout_s=rng.uniform(0.02, 2.5) if rng.random() < 0.25 else 20.0,
                 gateway=rng.randrange(gateways),
                 path=path,
                 strict=path != "local" and rng.random() < 0.2,

@@ -45,6 +45,7 @@ def _held_by_worker(worker: Worker) -> list[str]:
     engine, desk = worker.engine, worker.desk
     counts = {
         "tickets": len(desk),
+        "bytes of host memory": engine.stashed_bytes,
         "tickets at the sidecar": worker.link.num_tickets,
         "streams of the engine": len(engine._streams) + len(engine._released) + len(engine._scheduler.groups),
         "early destinations": len(desk._arrived) if isinstance(desk, PrefillDesk) else 0,

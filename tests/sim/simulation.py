@@ -49,6 +49,13 @@ def run_seed(seed: int) -> SeedResult:
     return Simulation(draw(seed)).run()
 
 
+def _collect() -> None:
+    """What an earlier run left says its last words now, and not in the middle of the next one."""
+    gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # the libraries stay: they need not be looked through again
+
+
 class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -59,6 +66,7 @@ class Simulation:
 
     def run(self) -> SeedResult:
         torch.set_num_threads(1)
+        _collect()
         log, root = LogWatch(self.watch.fail), logging.getLogger()
         level = root.level
         root.addHandler(log)

@@ -92,6 +92,24 @@ def test_a_broken_prefill_worker_is_left_alone() -> None:
     run_virtual(scenario())
 
 
+def test_prefill_is_taken_back_by_requests_that_need_no_decode_worker() -> None:
+    """With one token there is no hand-over; D is not proven by it."""
+
+    async def scenario() -> None:
+        async with asyncio.timeout(60), Cluster() as cluster:
+            now = asyncio.get_running_loop().time()
+            for leg in cluster.prefills[0].peer, cluster.decodes[0].peer:
+                for _ in range(3):
+                    role = leg.split("-")[0]
+                    cluster.gateway.rooms.breakers.failed((leg, role), now, began_at=now)
+            cluster.hub.policy = lambda e: () if "tokens" in e.subject and e.sender == "decode-0" else (0.0,)
+            assert (await cluster.ask(prompt_of(9), max_tokens=1)).error is None
+            assert list(health(cluster)) == [(cluster.decodes[0].peer, "decode")]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
 def test_the_only_worker_is_used_whatever_happened_to_it() -> None:
     """Refusing everybody would help nobody: it is asked, and the first success closes its breaker."""
 

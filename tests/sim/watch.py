@@ -20,7 +20,7 @@ from shared.worker.tickets import LiveTicket
 from tests.sim.pool_audit import PoolAudit
 from tests.sim.processes import GATEWAY_TIMEOUT_S, Gateway, Process, Worker
 
-SLACK_S = 2.0
+SLACK_S = 1.0
 """How long after its deadline a ticket may hold on: a slow copier and a step have to end."""
 _LAST_EVENTS = 60
 _OVER = {PrefillState.RELEASED, DecodeState.FREE, RequestState.ENDED}
