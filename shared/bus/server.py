@@ -173,15 +173,17 @@ class NatsServer:
         while True:
             self._check_runs(process)
             try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            except OSError:
-                await asyncio.sleep(_POLL_S)
-                continue
-            try:
-                if (await reader.readline()).startswith(b"INFO "):
+                if await self._greets():
                     return
-            finally:
-                writer.close()
+            except OSError:  # not there yet, or killed meanwhile
+                await asyncio.sleep(_POLL_S)
+
+    async def _greets(self) -> bool:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            return (await reader.readline()).startswith(b"INFO ")
+        finally:
+            writer.close()
 
     def _check_runs(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -77,3 +78,25 @@ async def test_the_password_is_in_a_private_file_only(tmp_path: Path) -> None:
         assert (tmp_path / "nats-server.conf").stat().st_mode & 0o077 == 0
     with pytest.raises(ValueError, match="go together"):
         NatsServer(tmp_path, user="baton")
+
+
+async def test_a_server_that_dies_while_it_greets_has_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its connection is reset: who starts it hears of a server that ended, and may start it again."""
+    program = tmp_path / "nats-server"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, socket, struct, sys\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "ports = pathlib.Path(sys.argv[2]).parent / f'nats-server_{os.getpid()}.ports'\n"
+        'ports.write_text(\'{"nats": ["nats://127.0.0.1:%d"]}\' % server.getsockname()[1])\n'
+        "client, _ = server.accept()\n"
+        "client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))\n"
+        "client.close()\n"
+        "sys.exit(9)\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(server, "find_nats_server", lambda: program)
+    with pytest.raises(NatsServerError, match="ended with status 9"):
+        await NatsServer(tmp_path / "dying").start()

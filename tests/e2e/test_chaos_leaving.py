@@ -100,7 +100,13 @@ def block(cluster: RealCluster, phase: Phase, stack: ExitStack) -> Held:
     blocker = Visitor(cluster, prompt=prompt_of(length), max_tokens=16, ignore_eos=True, baton={"path": path})
     stack.enter_context(blocker)
     worker, state = ("prefill-0", "computing") if path == "remote" else ("decode-0", "started")
-    poll(lambda: tickets(cluster, worker, state) == 1, "the blocker does not begin", PHASE_S)
+
+    def has_begun() -> bool:
+        """By everybody's own word: reports do not come in at the same time."""
+        is_active = report_of(cluster, "gateway")["queues"]["active"] == 1
+        return is_active and tickets(cluster, "decode-0") == 1 and tickets(cluster, worker, state) == 1
+
+    poll(has_begun, "the blocker does not begin", PHASE_S)
     return held(cluster) | {"prefill-0-sidecar tickets": 1, "decode-0-sidecar tickets": 1}
 
 

@@ -70,7 +70,7 @@ class Process:
         """Returns when it serves."""
         self._life = asyncio.get_running_loop().create_task(self._live())
         await self._ready.wait()
-        if not self.alive:
+        if not self.idle_tasks:
             raise RuntimeError(f"{self.name} did not start: {self.cluster.task_failures}")
 
     async def start(self) -> None: ...

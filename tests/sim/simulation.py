@@ -6,7 +6,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
@@ -205,8 +205,3 @@ class Simulation:
         for gateway in self._cluster.gateways:
             self.result.work["attempts retried"] += gateway.counters["attempts_retried"]
             self.result.work["replays"] += gateway.counters["replays"]
-
-
-def with_triggers(plan: Plan, *triggers: object) -> Plan:
-    """The same seed with other strikes, for tests of one."""
-    return replace(plan, triggers=triggers)  # type: ignore[arg-type]
