@@ -115,6 +115,8 @@ class Room:
                     return
             self._come_back(group, effects)
         for group in waiting:
+            if group.phase is not Phase.PREEMPTED or group.in_step:  # served just now
+                continue
             if group.optimistic and group.attempts and not group.is_complete:
                 if not self._capacity.try_readmit(group, headroom=0):
                     return

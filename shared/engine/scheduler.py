@@ -6,7 +6,7 @@ between (a ticket starts, a choice ends) never touch what a step under way uses:
 """
 
 from shared.engine.api import ChunkDone, EngineStats, GroupFailed, TokenOut
-from shared.engine.batch import Row, StepPlan, StepResult
+from shared.engine.batch import CopyPage, CopySlot, Row, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.effects import StepEffects
 from shared.engine.pieces import chunk_pieces
@@ -116,14 +116,15 @@ class Scheduler:
             self._fail_group(group, error.code, error.message, effects)
         self.room.serve_claims(effects)
         rows += chunk_rows(self._active.values(), len(rows), self._settings, self._eos_token_ids)
-        copies = []
-        for key in [row.key for row in rows if row.choice is not None] + [save.key for save in self.room.saves]:
-            copies += self.groups[key].copies
-            self.groups[key].copies = []
+        copies: list[CopyPage | CopySlot] = []
+        parts = (*rows, *self.room.saves, *self.room.loads)
+        for part in parts:
+            group = self.groups[part.key]
+            group.in_step = True
+            copies += group.copies
+            group.copies = []
         plan = StepPlan(tuple(copies), tuple(rows), tuple(self.room.saves), tuple(self.room.loads))
-        for key in plan.keys:
-            self.groups[key].in_step = True
-        return plan if plan.keys else None, effects
+        return plan if parts else None, effects
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEffects:
         effects = StepEffects()

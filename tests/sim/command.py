@@ -34,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.for_s is not None and time.monotonic() - began > options.for_s:
             print(f"{options.for_s} s are over")
             break
-    total.show(time.monotonic() - began, whole=options.seed is None and options.seeds >= options.table_from)
-    return 1 if total.failures or (total.seeds >= options.table_from and missing(total.hits)) else 0
+    total.show(time.monotonic() - began, whole=options.seed is None)
+    return 1 if total.failures or (options.whole_table and missing(total.hits)) else 0
 
 
 class Total:
@@ -90,7 +90,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one a core)")
     parser.add_argument("--for-s", type=float, help="stop after so many seconds, with what there is")
     parser.add_argument("--max-failures", type=int, default=3, help="stop after so many (3)")
-    parser.add_argument(
-        "--table-from", type=int, default=1000, help="from so many seeds on each pair must be hit (1000)"
-    )
+    parser.add_argument("--whole-table", action="store_true", help="fail unless every pair was hit")
     return parser

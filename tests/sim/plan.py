@@ -9,6 +9,7 @@ from tests.sim.table import TRIGGERED
 PAGE_TOKENS = 4
 NUM_REQUESTS = 22
 _AHEAD = {"ahead", "parked", "yielded", "returning"}
+_YIELDS = {"yielded", "returning"}
 _TIGHT = {"preempted", "yielded", "returning"}
 
 
@@ -87,6 +88,9 @@ def draw(seed: int) -> Plan:
     prefill_pages = 12 if is_tight else num_pages
     noise = {name: rng.choice((0.0, 0.02, 0.05)) for name in ("drop", "duplicate", "delay", "reorder", "stale")}
     links = {name: rng.choice((0.0, 0.0, 0.05, 0.1)) for name in ("slow", "lost", "error", "corrupt")}
+    if aimed_at & _YIELDS:  # who computed ahead gives way only where its destination is late and others are waiting
+        prefill_pages = 10
+        noise |= {"drop": 0.08, "delay": 0.12}
     return Plan(
         seed=seed,
         quiet=quiet,

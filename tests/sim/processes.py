@@ -98,7 +98,8 @@ class Process:
                 self._ready.set()
                 await self._killed.wait()
         except Exception as error:
-            self.cluster.task_failures.append(f"{self.name}: {error!r}")
+            if not self._killed.is_set():  # what still fails after kill -9 nobody sees
+                self.cluster.task_failures.append(f"{self.name}: {error!r}")
         finally:
             self._ready.set()
             self.kill_now()
