@@ -28,8 +28,9 @@ install: $(VENV)/.installed ## .venv with all that serving needs
 up: $(VENV)/.installed ## a cluster on 127.0.0.1:8000; ARGS="--decode 2" for more
 	@exec $(BIN)/baton up $(ARGS)
 
-test: lint types ## what CI runs: lint, types, import contracts, and every test that is not marked slow
+test: lint types ## what CI runs: lint, types, import contracts, every test that is not marked slow, and the simulation
 	$(BIN)/python -m pytest -m "not slow" tests
+	$(MAKE) sim
 
 lint: $(VENV)/.installed-dev ## ruff, the import contracts, and whether the diagrams of the machines are up to date
 	$(BIN)/ruff check .

@@ -37,7 +37,8 @@ class _Question:
 
 
 class RoomQueue:
-    """A worker's no is remembered until its next report. A route's pages are charged to its workers as it is given."""
+    """A worker's no is remembered until its next report. As a route is given, its workers are charged
+    its pages, and of one whose breaker is half-open it is the probe."""
 
     def __init__(
         self,
@@ -121,16 +122,16 @@ class RoomQueue:
         now = self._looked_at = self._clock.now()
         newest = {worker.peer: worker.report.sequence for worker in self._registry.all()}
         self._refused = {p: at for p, at in self._refused.items() if newest.get(p) == at}
-        fleet = Fleet(
-            prefills=self._registry.ready("prefill"),
-            decodes=self._registry.ready("decode"),
-            refused=frozenset(self._refused),
-            shut=self.breakers.shut(now),
-        )
+        prefills, decodes = self._registry.ready("prefill"), self._registry.ready("decode")
+        refused = frozenset(self._refused)
+
+        def fleet() -> Fleet:
+            return Fleet(prefills, decodes, refused, self.breakers.shut(now))  # who was just served may be a probe
+
         self._line.advance(
             now,
-            lambda place, kept: self._serve(place, kept, fleet),
-            lambda place, kept: self._lacks(place, kept, fleet),
+            lambda place, kept: self._serve(place, kept, fleet()),
+            lambda place, kept: self._lacks(place, kept, fleet()),
         )
 
     def _serve(self, place: Place, kept: frozenset[str], fleet: Fleet) -> bool:
@@ -148,6 +149,8 @@ class RoomQueue:
             return False
         for worker in route.workers:
             self._registry.charge(worker.peer, question.room, pages_wanted(worker, question.demand))
+        for key in route.legs.values():
+            self.breakers.began(key, question.room, self._looked_at)
         question.answer.set_result(route)
         return True
 
@@ -183,3 +186,5 @@ class RoomQueue:
     def _take_back(self, route: Route, room: int) -> None:
         for worker in route.workers:
             self._registry.settle(worker.peer, room, granted=False)
+        for key in route.legs.values():
+            self.breakers.released(key, room)

@@ -4,7 +4,7 @@ One for each (worker, leg): `prefill`, `decode`, or `local` where D computes the
 transfers fail may well do without them. A peer's name holds its boot id, so a restart is a new peer and starts closed.
 
     closed      asked as usual; opens after failures in a row, or when half of the latest outcomes were failures
-    open        not asked while another worker can be; each time in a row it stays open twice as long, up to a limit
+    open        not asked while another worker can be; each further time it stays open twice as long, up to a limit
     half-open   its time is over: one request is let through; its success closes, its failure opens again
 
 Only a failure that a leg is blamed for counts: never a client's mistake, a refusal for want of room, or a cancel. The
@@ -82,12 +82,16 @@ class Breaker:
         return self.times_opened, 0.0 if self.open_until is None else max(0.0, self.open_until - now)
 
     def succeeded(self) -> None:
-        """Whatever the state: it works."""
+        """Whatever the state: it works. How often it was opened is forgotten once it has worked for a while: what takes
+        requests on and fails them later would else be back at once each time."""
         if self.open_until is not None:
             self.outcomes.clear()
         self.outcomes.append(True)
-        self.failures_in_a_row = self.times_opened = 0
+        self.failures_in_a_row = 0
         self.open_until = self.probe = None
+        latest = list(self.outcomes)[-self.settings.in_a_row :]
+        if len(latest) == self.settings.in_a_row and all(latest):
+            self.times_opened = 0
 
     def failed(self, now: float, began_at: float) -> bool:
         """True where this opens it. What began before it opened last says nothing new."""

@@ -14,7 +14,7 @@ from services.gateway.attempt import Attempt
 from services.gateway.farewells import Farewells
 from services.gateway.generation import GenerationRequest, TokenEvent
 from services.gateway.inbox import Inbox
-from services.gateway.legs import Legs
+from services.gateway.legs import TICK_S, Legs
 from services.gateway.peer_watch import PeerWatch
 from services.gateway.router import Demand
 from services.gateway.timings import Stopwatch
@@ -27,9 +27,6 @@ from shared.protocol.messages import RollCall
 from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError, CapacityError, DeadlineExceeded, error_from_code
 from shared.runtime.ids import new_room
-
-_TICK_S = 0.001
-"""Timers fire a little early: so close to its deadline a request is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ class RequestFlow:
                 error.by = box.failure.by
                 raise error
             left = self._deadline - deps.clock.now()
-            if left <= _TICK_S:
+            if left <= TICK_S:
                 raise DeadlineExceeded(f"the request did not finish within {self._request.timeout_s:g} s")
             if box.gap:
                 box.gap = False

@@ -20,6 +20,7 @@ from shared.runtime.errors import (
     InvalidRequest,
     PeerLost,
     ProtocolError,
+    RequestError,
     error_from_code,
 )
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from services.gateway.flow import GatewayFlow
 
 E = TypeVar("E", bound=BatonError)
+
+TICK_S = 0.001
+"""Timers fire a little early: so close to its deadline a request is over."""
 
 
 class Legs:
@@ -41,8 +45,6 @@ class Legs:
         self._route = route
         self._deadline = deadline
         attempt.box.legs = {worker.report.role: worker.peer for worker in route.workers}
-        for key in route.legs.values():
-            g.rooms.breakers.began(key, attempt.room, g.deps.clock.now())
 
     async def ask(self, waited_s: float) -> None:
         """Reserve to D and prefill to P, at once. The first no ends the waiting for the other, and so does a token: P
@@ -67,11 +69,9 @@ class Legs:
 
     async def _ask_leg(self, order: Order) -> BatonError | None:
         """None for a yes, else why not."""
-        deps, registry, peer, room = self._g.deps, self._g.registry, order.peer, self._attempt.room
-        deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
+        registry, peer, room = self._g.registry, order.peer, self._attempt.room
         try:
-            where = subjects.subject(order.role, peer, order.verb)
-            verdict = await ask(deps.bus, deps.clock, where, order.message, Verdict, deadline=deadline)
+            verdict = await self._verdict(order)
         except PeerLost as error:
             registry.drop(peer)
             return _blame(error, order.role)
@@ -79,15 +79,30 @@ class Legs:
             return InvalidRequest("the request is too large to be passed on")
         except (DeadlineExceeded, ProtocolError) as error:
             registry.settle(peer, room, granted=False)
-            late = deadline >= self._deadline
+            late = self._deadline - self._g.deps.clock.now() <= TICK_S
             return _blame(error if late else PeerLost(f"{peer} did not answer in time"), order.role)
         registry.settle(peer, room, granted=verdict.ok)
         if verdict.ok:
             return None
-        self._g.rooms.refused(peer)
         refusal = error_from_code(verdict.code, f"{peer}: {verdict.message}")
+        if not isinstance(refusal, RequestError):  # that would say nothing about other requests
+            self._g.rooms.refused(peer)
         refusal.retry_after_s = verdict.retry_after_s
-        return _blame(refusal, order.role)
+        return _blame(refusal, verdict.by or order.role)
+
+    async def _verdict(self, order: Order) -> Verdict:
+        """The worker's answer; DeadlineExceeded after `grant_s`, of which time when nobody can be heard is no part."""
+        deps, registry, grant_s = self._g.deps, self._g.registry, self._g.settings.grant_s
+        where = subjects.subject(order.role, order.peer, order.verb)
+        while True:
+            now = deps.clock.now()
+            message = order.message.model_copy(update={"remaining_s": max(0.0, self._deadline - now)})
+            deadline = min(self._deadline, now + grant_s)
+            try:
+                return await ask(deps.bus, deps.clock, where, message, Verdict, deadline=deadline)
+            except DeadlineExceeded:
+                if deadline >= self._deadline or not registry.was_deaf(grant_s):
+                    raise
 
     async def check(self) -> None:
         """Nothing came for a while. Who is lost is known from the heartbeats; D is asked for what may have got lost."""
@@ -113,7 +128,7 @@ class Legs:
         except PeerLost as error:
             raise _blame(error, "decode") from None
         except DeadlineExceeded:
-            deaf = deps.clock.now() - self._g.registry.deaf_at < self._g.settings.grant_s
+            deaf = self._g.registry.was_deaf(self._g.settings.grant_s)
             if deaf or box.events or deadline >= self._deadline:
                 return  # the caller looks at what came and at the time, and asks again
             raise _blame(PeerLost(f"the decode worker {decode} does not answer"), "decode") from None

@@ -66,8 +66,8 @@ class WorkerRegistry:
         self._counters = counters
         self._timeout_s = worker_timeout_s
         self._workers: dict[str, Worker] = {}
-        self.deaf_at = float("-inf")
-        """When nobody could be heard last: what was not answered around then says nothing about a worker."""
+        self._deaf_at = float("-inf")
+        self._swept_at = float("inf")
         self._buried: deque[str] = deque(maxlen=_BURIED)
         self.on_change: Callable[[], None] = lambda: None
         self.on_gone: Callable[[str], None] = lambda peer: None
@@ -123,13 +123,13 @@ class WorkerRegistry:
         """Sweeps until cancelled, by time and not by traffic. `me`: this gateway, whose own heartbeats come round by
         the bus as well: while they do not, nobody could be heard, and nobody is to blame."""
         while True:
-            before = self._clock.now()
+            before = self._swept_at = self._clock.now()
             await self._clock.sleep(_SWEEP_S)
             now = self._clock.now()
             own = self._workers.get(me)
             deaf = not bus.connected or (own is not None and now - own.seen_at > self._timeout_s / 2)
             if deaf or now - before > 4 * _SWEEP_S:
-                self.deaf_at = now
+                self._deaf_at = now
                 self.touch_all(but=me)
             else:
                 self.sweep()
@@ -149,6 +149,11 @@ class WorkerRegistry:
         for peer, worker in self._workers.items():
             if peer != but:
                 worker.seen_at = self._clock.now()
+
+    def was_deaf(self, within_s: float) -> bool:
+        """Whether nobody could be heard of late: what was not answered then says nothing about a worker."""
+        now = self._clock.now()
+        return now - self._deaf_at < within_s or now - self._swept_at > 4 * _SWEEP_S
 
     def drop(self, peer: str) -> None:
         """The bus says that nobody listens there."""

@@ -75,7 +75,7 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
     return chosen
 
 
-def own_nats(url: str) -> dict[str, str]:
+def own_nats(url: str = "nats://127.0.0.1:4222") -> dict[str, str]:
     """The launcher's nats-server for all; what the environment says of another one does not concern it."""
     return dict.fromkeys(NatsSettings.model_fields, "none") | {"nats_url": url}
 

@@ -38,7 +38,7 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
         raise LaunchError("a cluster needs at least one decode worker (with --prefill 0 it computes prompts itself)")
     chosen = chosen_settings(options)
     try:
-        gateway = load_settings(GatewaySettings, chosen["gateway"])
+        gateway = load_settings(GatewaySettings, own_nats() | chosen["gateway"])
     except ConfigError as error:
         raise LaunchError(str(error)) from error
     chosen["gateway"]["port"] = str(free_port(gateway.host, gateway.port))
@@ -55,7 +55,7 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
         def plan(nats_url: str) -> list[ProcessSpec]:
             return plan_processes(options, chosen, given | own_nats(nats_url), command)
 
-        plan("nats://127.0.0.1:4222")  # a mistake is told now, not after minutes of preparing
+        plan(own_nats()["nats_url"])  # a mistake is told now, not after minutes of preparing
         served = _prepare_models(options, chosen, console) if prepare_model else gateway.model
         url = _url(gateway.host, chosen["gateway"]["port"])
         keys = gateway.api_keys.get_secret_value()
@@ -77,7 +77,7 @@ def _prepare_models(options: UpOptions, chosen: dict[str, dict[str, str]], conso
     """Once, here, rather than in every process at the same time; they get the directory. Returns the gateway's name."""
     served = ""
     for name, role in process_names(options):
-        settings = load_settings(ROLES[role], chosen[name])
+        settings = load_settings(ROLES[role], own_nats() | chosen[name])
         if not isinstance(settings, WorkerSettings | GatewaySettings):
             continue
         with ModelProgress(console, settings.model) as progress:

@@ -68,7 +68,7 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
             ticket.scope.check()
             async with until(ticket.deadline, "the prompt"):
                 accepted_at = p.deps.clock.now()
-                if p.settings.optimistic_attempts:  # else nothing is computed yet: no prefill is wasted
+                if p.settings.optimistic_attempts and not ticket.destination.done():  # by default no prefill is wasted
                     ticket.apply(machine.BegunAhead(ticket.key.generation))
                     p.engine.compute_ahead(ticket.key, p.settings.optimistic_attempts)
                 destination = await _await_destination(p, ticket)

@@ -11,6 +11,10 @@ R = TypeVar("R", bound=WireModel)
 
 _MISSES_UNTIL_LOST = 4
 _PAUSE_S = 0.05
+_PROMPT_TRIES = 2
+_LONGEST_S = 8.0
+"""After so many tries each waits twice as long as the one before, up to this: where a round trip takes longer than
+`every_s`, as on an overloaded host, the answer must find somebody who still waits for it."""
 _LEAST_S = 1e-6
 """Less time than this is none: added to the clock it may not even change its reading."""
 
@@ -25,19 +29,22 @@ async def ask(
     deadline: float,
     every_s: float = 0.5,
 ) -> R:
-    """Sends `message` every `every_s` until it is answered; its `remaining_s`, if it has one, shrinks meanwhile.
+    """Sends `message` every `every_s`, later less often, until it is answered; its `remaining_s`, if it has one,
+    shrinks meanwhile.
 
     Raises PeerLost once the bus says several times running that nobody listens there, DeadlineExceeded at `deadline`
     (clock time), ProtocolError for an answer of the wrong kind. A bus that is away is waited for.
     """
-    misses = 0
+    misses = tries = 0
     began = clock.now()
     remaining_s = getattr(message, "remaining_s", None)
     while (left := deadline - clock.now()) > _LEAST_S:
         if remaining_s is not None:
             message = message.model_copy(update={"remaining_s": max(0.0, remaining_s - (clock.now() - began))})
         try:
-            return decode(answer, await bus.request(subject, encode(message), min(every_s, left)))
+            tries += 1
+            wait_s = min(max(every_s, _LONGEST_S), every_s * 2.0 ** max(0, tries - _PROMPT_TRIES))
+            return decode(answer, await bus.request(subject, encode(message), min(wait_s, left)))
         except MalformedMessage as error:
             raise ProtocolError(f"{subject} answered with something else: {error}") from error
         except BusTimeout:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 PENDING_BYTES = 8 * MAX_PAYLOAD_BYTES
 RECONNECT_WAIT_S = (0.02, 0.2)
 """Each wait is drawn from this range, so that a whole cluster does not return in one instant."""
+_FIRST_RECONNECT_WAIT_S = (0.0, 0.02)
+"""The first wait: who has lost its connection alone is back before its peers take it for dead."""
 _FIRST_CONNECT_WAIT_S = 0.1
 _FLUSH_TIMEOUT_S = 5.0
 _CANCEL_AGAIN_S = 0.1
@@ -253,7 +255,8 @@ class _TlsClient(Client):
 
 
 def _next_server(servers: list[Server], info: dict[str, Any]) -> tuple[Server | None, float]:
-    return random.choice(servers), random.uniform(*RECONNECT_WAIT_S)
+    server = random.choice(servers)
+    return server, random.uniform(*(RECONNECT_WAIT_S if server.reconnects else _FIRST_RECONNECT_WAIT_S))
 
 
 async def _end_task(task: asyncio.Task[None]) -> None:

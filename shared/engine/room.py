@@ -115,9 +115,8 @@ class Room:
                     return
             self._come_back(group, effects)
         for group in waiting:
-            if group.phase is not Phase.PREEMPTED or group.in_step:  # served just now
-                continue
-            if group.optimistic and group.attempts and not group.is_complete:
+            is_away = group.phase is Phase.PREEMPTED  # or it was served just now
+            if is_away and group.optimistic and group.attempts and not group.is_complete:
                 if not self._capacity.try_readmit(group, headroom=0):
                     return
                 self._come_back(group, effects)

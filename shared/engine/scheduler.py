@@ -6,7 +6,7 @@ between (a ticket starts, a choice ends) never touch what a step under way uses:
 """
 
 from shared.engine.api import ChunkDone, EngineStats, GroupFailed, TokenOut
-from shared.engine.batch import CopyPage, CopySlot, Row, StepPlan, StepResult
+from shared.engine.batch import CopyPage, CopySlot, Load, Row, Save, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.effects import StepEffects
 from shared.engine.pieces import chunk_pieces
@@ -117,7 +117,7 @@ class Scheduler:
         self.room.serve_claims(effects)
         rows += chunk_rows(self._active.values(), len(rows), self._settings, self._eos_token_ids)
         copies: list[CopyPage | CopySlot] = []
-        parts = (*rows, *self.room.saves, *self.room.loads)
+        parts: tuple[Row | Save | Load, ...] = (*rows, *self.room.saves, *self.room.loads)
         for part in parts:
             group = self.groups[part.key]
             group.in_step = True
@@ -264,17 +264,19 @@ class Scheduler:
 
     def _settle(self, plan: StepPlan, effects: StepEffects) -> None:
         """The step is over: what was put off because of it is done now."""
-        loaded, saved = {load.key for load in plan.loads}, {save.key for save in plan.saves}
+        for load in plan.loads:
+            self.room.forget(self.groups[load.key])
+        for save in plan.saves:
+            group = self.groups[save.key]
+            self._capacity.drop(group)
+            if group.phase is Phase.ENDED:
+                self.room.forget(group)
         for key in plan.keys:
             group = self.groups[key]
             group.in_step = group.loading = False
-            if key in loaded or (key in saved and group.phase is Phase.ENDED):
-                self.room.forget(group)
             if group.retiring:
                 self._release(group)
                 effects.released.append(key)
-            elif key in saved:
-                self._capacity.drop(group)
             else:
                 self._capacity.drop_finished(group)
 

@@ -135,6 +135,8 @@ class Verdict(WireModel):
     ok: bool
     code: Code = ""
     message: Note = ""
+    by: Leg = ""
+    """Which leg is to blame for a no, where it is not the one that says it."""
     retry_after_s: Seconds | None = None
 
 

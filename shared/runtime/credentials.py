@@ -21,6 +21,12 @@ class NatsSettings(BaseSettings):
     nats_tls_cert: Path | None = Field(None, description="PEM file of our own certificate, where nats-server wants one")
     nats_tls_key: Path | None = Field(None, description="PEM file of that certificate's key")
 
+    @field_validator("nats_url")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        """So that a login in it is known as one, wherever it is shown."""
+        return ",".join(part if "://" in part else f"nats://{part}" for part in value.split(","))
+
     @field_validator("nats_tls_ca", "nats_tls_cert", "nats_tls_key")
     @classmethod
     def _file_is_there(cls, value: Path | None) -> Path | None:

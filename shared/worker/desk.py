@@ -77,7 +77,7 @@ class WorkerDesk(ABC, Generic[T]):
             self.deps.counters.add("orders_repeated")
             if cause.code == FINISHED:  # our yes got lost, and all is done meanwhile
                 return Verdict(ok=True)
-            return _no(code_of(cause), cause.message or "that ticket has ended")
+            return _no(code_of(cause), cause.message or "that ticket has ended", cause.by)
         if self.tickets.is_used(order.room):
             self.deps.counters.add("rooms_reused")
             return _no("stale_generation", "that room belongs to another attempt")
@@ -180,5 +180,5 @@ def code_of(cause: Cause) -> str:
     return cause.code if cause.failed else "dead_room"
 
 
-def _no(code: str, message: str) -> Verdict:
-    return Verdict(ok=False, code=code, message=message, retry_after_s=_RETRY_AFTER_S)
+def _no(code: str, message: str, by: str = "") -> Verdict:
+    return Verdict(ok=False, code=code, message=message, by=by, retry_after_s=_RETRY_AFTER_S)

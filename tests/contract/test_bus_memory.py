@@ -105,7 +105,7 @@ def test_policies_see_every_leg_and_its_ends() -> None:
         Envelope("publish", "a", "b", "tell.all", b"news"),
         Envelope("publish", "a", "c", "tell.all", b"news"),
         Envelope("request", "a", "b", "ask", b"question"),
-        Envelope("reply", "b", "a", "ask", b"answer"),
+        Envelope("reply", "b", "a", "ask", b"answer", asked=b"question"),
     ]
 
 

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
+from nats.aio.client import Server
 
 from shared.bus import nats, nats_connection
 from shared.bus.base import BusDisconnected, BusError, Message
@@ -247,3 +249,11 @@ async def test_a_callback_that_raises_does_no_harm(server: NatsServer, eventuall
     await eventually(lambda: a.stats.reconnects == 1)
     assert await a.request("x", b"", 5) == b"re:"
     await a.close()
+
+
+def test_who_loses_its_connection_alone_is_back_at_once() -> None:
+    """Peers take a worker for dead when nobody listens there for 0.1 s; so the first try waits much less."""
+    first = [nats_connection._next_server([Server(urlparse("nats://host:1"))], {})[1] for _ in range(100)]
+    later = [nats_connection._next_server([Server(urlparse("nats://host:1"), reconnects=1)], {})[1] for _ in range(100)]
+    assert max(first) <= 0.02 <= min(later)
+    assert max(later) > 0.1

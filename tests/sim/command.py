@@ -13,6 +13,7 @@ from tests.sim.simulation import SeedResult, run_seed
 from tests.sim.table import missing, render
 
 _BATCH = 8
+_SAY_EVERY = 100
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     total = Total()
     for result in _results(list(seeds), options.jobs):
         total.add(result)
+        if total.seeds % _SAY_EVERY == 0:
+            print(f"{total.seeds} of {len(seeds)} seeds, {time.monotonic() - began:.0f} s", flush=True)
         if result.violation is not None:
             _show_failure(result)
             if total.failures >= options.max_failures:

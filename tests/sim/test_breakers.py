@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shared.bus.memory import Envelope
 from shared.protocol.messages import Verdict
 from shared.runtime.errors import EngineError, InvalidRequest, PeerLost
 from tests.sim.cluster import Cluster, prompt_of
@@ -163,6 +164,31 @@ def test_a_restart_starts_with_a_closed_breaker() -> None:
     run_virtual(scenario())
 
 
+def test_who_only_passes_on_why_a_ticket_has_ended_is_not_to_blame() -> None:
+    """D's notice reaches P before the prompt does, and its notice to the gateway is lost: P's no is all there is."""
+
+    async def scenario() -> None:
+        num_lost = 0
+
+        def policy(envelope: Envelope) -> tuple[float, ...]:
+            nonlocal num_lost
+            if envelope.kind == "request" and ".gateway." in envelope.subject and envelope.subject.endswith(".fail"):
+                num_lost += 1
+                return () if num_lost == 1 else (0.0,)
+            return (0.2,) if envelope.kind == "request" and envelope.subject.endswith(".prefill") else (0.0,)
+
+        async with Cluster(policy=policy) as cluster:
+            break_door(cluster.decodes[0])
+            assert isinstance((await cluster.ask(prompt_of(9), **SAMPLING)).error, PeerLost)
+            assert num_lost > 1
+            assert len(cluster.gateway.rooms.breakers) == 1
+            cluster.gateway.rooms.breakers.forget(cluster.decodes[0].peer)
+            assert len(cluster.gateway.rooms.breakers) == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("what", ["mistake", "cancel", "refusal", "deadline"])
 def test_what_is_not_the_workers_fault_never_counts(what: str) -> None:
     async def scenario() -> None:
@@ -193,6 +219,44 @@ def test_a_refusal_with_an_error_of_its_own_counts_against_who_said_it() -> None
             prefill.desk.admit = lambda *_, **__: Verdict(ok=False, code="engine_error", message="broken")  # type: ignore[method-assign]
             assert isinstance((await cluster.ask(prompt_of(9), **SAMPLING)).error, EngineError)
             assert list(health(cluster)) == [(prefill.peer, "prefill")]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_an_outage_of_the_bus_is_no_workers_fault() -> None:
+    """Nobody can answer meanwhile; and afterwards all of them are used as before."""
+
+    async def scenario() -> None:
+        async with Cluster(prefills=2, decodes=2) as cluster:
+            loop = asyncio.get_running_loop()
+            for process in cluster.processes:
+                process.bus.cut()
+            tasks = [loop.create_task(cluster.ask(prompt_of(9, seed=k), timeout_s=120.0, **SAMPLING)) for k in range(8)]
+            await asyncio.sleep(30.0)
+            for process in cluster.processes:
+                process.bus.mend()
+            assert [(await task).error for task in tasks] == [None] * 8
+            assert (len(cluster.gateway.rooms.breakers), cluster.gateway.rooms.breakers.num_opened) == (0, 0)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_clients_mistake_is_no_reason_to_ask_the_worker_no_more() -> None:
+    """A worker that says no for want of room is not asked again before its next report; here that would be wrong."""
+
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            loop = asyncio.get_running_loop()
+            await asyncio.sleep(1.0)
+            took_s = []
+            for length in (9, 2000, 9):
+                begun_at = loop.time()
+                await cluster.ask(prompt_of(length), **SAMPLING)
+                took_s.append(loop.time() - begun_at)
+                await asyncio.sleep(1.2 if length == 9 else 0.0)
+            assert took_s[2] == pytest.approx(took_s[0], abs=0.001)
             await cluster.settle()
 
     run_virtual(scenario())

@@ -286,3 +286,24 @@ def test_a_bad_network_and_too_few_pages_lose_nothing(seed: int) -> None:
             await cluster.settle()
 
     run_virtual(scenario())
+
+
+def test_a_destination_that_comes_together_with_the_prompt_is_used_at_once() -> None:
+    """NATS does not order gateway and D; the ticket's coroutine has not begun when D's word is there."""
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        together = envelope.kind == "request" and envelope.subject.endswith(
+            (f".{subjects.PREFILL}", f".{subjects.DESTINATION}")
+        )
+        return (0.1 - asyncio.get_running_loop().time() % 0.1 if together else 0.0,)
+
+    async def scenario() -> None:
+        prompts = [prompt_of(30 + i, seed=i) for i in range(4)]
+        async with Cluster(optimistic_attempts=1) as cluster:
+            cluster.hub.policy = policy
+            answers = await asyncio.gather(*(cluster.ask(prompt, **SAMPLING) for prompt in prompts))
+            assert [answer.error for answer in answers] == [None] * 4
+            assert [answer.tokens for answer in answers] == await oracles(prompts, **SAMPLING)
+            await cluster.settle()
+
+    run_virtual(scenario())

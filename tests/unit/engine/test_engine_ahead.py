@@ -285,6 +285,18 @@ async def test_what_is_promised_to_one_is_not_given_to_another() -> None:
         await asyncio.gather(take(bench, B), take(bench, C))
 
 
+async def test_one_that_waited_for_pages_takes_them_once() -> None:
+    """Also where so many are free by then that it could have them twice."""
+    async with running(num_pages=10, stash_bytes=PLENTY) as bench:
+        ahead(bench, A, prompt_of(30, 1), spec(1))
+        await parked(bench, A)
+        ahead(bench, B, prompt_of(9, 2), spec(2))
+        await parked(bench, B)
+        assert told(bench, A) == ["parked", "preempted"]
+        assert bench.engine.pages() == (10, 10 - 3, 0)
+        assert bench.engine.slots()[1] == bench.engine.slots()[0] - 1
+
+
 async def test_nobody_yields_once_it_is_asked_for() -> None:
     async with running(num_pages=10) as bench:
         ahead(bench, A, prompt_of(30, 1), spec(1))

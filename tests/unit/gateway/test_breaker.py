@@ -53,10 +53,25 @@ def test_each_time_in_a_row_it_stays_open_twice_as_long_up_to_a_limit() -> None:
         some.released(LEG, room=1)
     assert lengths == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert some.num_opened == 6
-    some.succeeded(LEG)
+    for _ in range(3):
+        some.succeeded(LEG)
     for _ in range(3):
         some.failed(LEG, now, began_at=now)
-    assert [left for _, left in some.shut(now).values()] == [1.0], "a success starts anew"
+    assert [left for _, left in some.shut(now).values()] == [1.0], "what has worked for a while starts anew"
+
+
+def test_what_takes_requests_on_and_fails_them_later_is_left_alone_longer_each_time() -> None:
+    """A hand-over that worked counts as a success, and the stream fails afterwards."""
+    some, now, failed = breakers(), 0.0, 0
+    while now < 60:
+        if not some.shut(now):
+            some.began(LEG, room=1, now=now)
+            some.succeeded(LEG)
+            some.failed(LEG, now, began_at=now)
+            some.released(LEG, room=1)
+            failed += 1
+        now += 0.1
+    assert failed < 60
 
 
 def test_what_began_before_it_opened_says_nothing_new() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.gateway.admission import RoomQueue, Waiting
+from services.gateway.breaker import Health
 from services.gateway.router import DefaultPolicy, Demand, Fleet, Route
 from services.gateway.workers import Worker, WorkerRegistry
 from shared.protocol.messages import Geometry, Pages, WorkerReport
@@ -280,6 +281,30 @@ async def test_what_a_due_request_lacks_is_kept_for_it_and_nothing_else() -> Non
         assert small.prefill is not None
         known.observe(report("decode", "d0", 60, sequence=2))
         assert (await waiting).decode.report.id == "d0"
+
+
+async def test_of_many_that_are_served_at_once_only_one_is_a_probe() -> None:
+    known = registry()
+    known.observe(report("prefill", "p0"))
+    for name in ("d0", "d1"):
+        known.observe(report("decode", name, queues={"preempted": 1}))
+    rooms = queue(known, max_queued=8)
+    now = asyncio.get_running_loop().time()
+    for _ in range(rooms.breakers.settings.in_a_row):
+        rooms.breakers.failed(("d0-b0", "decode"), now - 10, now - 10)
+    assert rooms.breakers.report(now) == {("d0-b0", "decode"): Health.HALF_OPEN}
+    async with asyncio.timeout(10), asyncio.TaskGroup() as clients:
+        waiting = [clients.create_task(rooms.wait(Waiting(now), AUTO, room, now + 60)) for room in range(1, 5)]
+        while rooms.num_waiting < len(waiting):
+            await asyncio.sleep(0)
+        known.observe(report("decode", "d1", sequence=2))
+        known.observe(report("decode", "d0", sequence=2))
+    chosen = [task.result().decode.report.id for task in waiting]
+    assert sorted(chosen) == ["d0", "d1", "d1", "d1"]
+    probe = waiting[chosen.index("d0")].result()
+    assert rooms.breakers.shut(now) == {("d0-b0", "decode"): (1, 0.0)}
+    rooms.breakers.released(probe.legs["decode"], 1 + chosen.index("d0"))
+    assert rooms.breakers.shut(now) == {}
 
 
 async def expect(kind: type[CapacityError], waiting: Any) -> str:

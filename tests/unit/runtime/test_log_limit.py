@@ -69,3 +69,8 @@ def test_a_log_file_is_bounded_and_keeps_what_came_last(tmp_path: Path) -> None:
     with LogFile(path, limit_bytes=10) as log:
         log.write(b"one line that is longer than all\n")
     assert path.read_bytes() == b"one line that is longer than all\n"
+
+
+def test_a_full_disk_ends_nobody_whose_log_it_holds() -> None:
+    with LogFile(Path("/dev/full")) as log:
+        log.write(b"no space left on device\n" * 1000)

@@ -145,6 +145,9 @@ def test_settings_are_frozen_and_show_no_password() -> None:
     with pytest.raises(ValidationError):
         settings.page_tokens = 1  # type: ignore[misc]
     assert settings.public()["nats_url"] == "nats://***@10.0.0.1:4222"
+    bare = load_settings(DecodeSettings, {"nats_url": "me:secret@10.0.0.1:4222,10.0.0.2"})
+    assert bare.nats_url == "nats://me:secret@10.0.0.1:4222,nats://10.0.0.2"
+    assert bare.public()["nats_url"] == "nats://***@10.0.0.1:4222,nats://10.0.0.2"
     assert settings.public()["nats_password"] == "***"
     assert settings.public()["name"] == "decode"
     assert "s3cret" not in repr(settings) + str(settings.public())
