@@ -28,6 +28,7 @@ RECONNECT_WAIT_S = (0.02, 0.2)
 _FIRST_RECONNECT_WAIT_S = (0.0, 0.02)
 """The first wait: who has lost its connection alone is back before its peers take it for dead."""
 _FIRST_CONNECT_WAIT_S = 0.1
+_NO_ERROR = "no answer"
 _FLUSH_TIMEOUT_S = 5.0
 _CANCEL_AGAIN_S = 0.1
 _PING_INTERVAL_S = 5
@@ -106,7 +107,7 @@ class NatsConnection:
         self._up = asyncio.Event()
         self._client_ended = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
-        self._last_error = "no answer"
+        self._last_error = _NO_ERROR
         self._closed = False
 
     @property
@@ -194,6 +195,7 @@ class NatsConnection:
             for interest in self._interests:
                 await self._attach(client, interest)
         self._up.set()
+        self._last_error = _NO_ERROR
 
     async def _attach(self, client: Client, interest: Interest) -> None:
         interest.inner = await client.subscribe(
@@ -221,8 +223,10 @@ class NatsConnection:
             self._stats.dropped += 1
             return
         self._stats.errors += 1
-        self._last_error = str(error) or repr(error)
-        log.debug("NATS client of %s: %s", self._name, self._last_error)
+        log.debug("NATS client of %s: %r", self._name, error)
+        # A server that refuses us hangs up behind its answer, and at some attempts only that is heard.
+        if self._last_error == _NO_ERROR or not isinstance(error, (ConnectionResetError, nats.errors.UnexpectedEOF)):
+            self._last_error = str(error) or repr(error)
 
     async def _disconnected(self) -> None:
         if self._closed or not self._up.is_set():
@@ -236,6 +240,7 @@ class NatsConnection:
         if self._closed:
             return
         self._up.set()
+        self._last_error = _NO_ERROR
         self._stats.reconnects += 1
         log.warning("%s is connected to NATS again", self._name)
         self._on_up()
