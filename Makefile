@@ -30,7 +30,7 @@ up: $(VENV)/.installed ## a cluster on 127.0.0.1:8000; ARGS="--decode 2" for mor
 
 test: lint types ## what CI runs: lint, types, import contracts, every test that is not marked slow, and the simulation
 	$(BIN)/python -m pytest -m "not slow" tests
-	$(MAKE) sim SEEDS=500
+	$(MAKE) sim SEEDS=2000
 
 lint: $(VENV)/.installed-dev ## ruff, the import contracts, and whether the diagrams of the machines are up to date
 	$(BIN)/ruff check .
