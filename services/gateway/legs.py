@@ -186,7 +186,10 @@ def _blame(error: E, leg: str) -> E:
 
 
 def _why_ended(reply: ReplayReply, decode: str) -> Cause:
-    """The first cause, where D still knows it: its own notice may have got lost."""
+    """The first cause, where D still knows it: its own notice may have got lost. D forgets after a while: then what
+    became of the request is nobody's fault that is known."""
     if reply.code:
         return Cause(reply.code, reply.message, by=reply.by)
+    if reply.status is ReplayStatus.UNKNOWN:
+        return Cause(PeerLost.code, f"the decode worker {decode} does not know the request any more")
     return Cause(PeerLost.code, f"the decode worker {decode} has ended the request", by="decode")

@@ -35,6 +35,7 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
     ) -> None:
         super().__init__(deps, engine, link)
         self._arrived: dict[int, asyncio.Event] = {}
+        self._num_held = 0
         self._flow = flow.PrefillFlow(deps, engine, link, settings or flow.PrefillFlowSettings())
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
@@ -83,18 +84,21 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         return DestinationReply(status=DestinationStatus.ACCEPTED)
 
     async def _hold(self, room: int) -> None:
-        """Waits a moment for a room nobody has heard of yet; the number of those is bounded."""
-        if len(self._arrived) >= _EARLY_LIMIT:
+        """Waits a moment for a room nobody has heard of yet; the number of those who wait is bounded."""
+        if self._num_held >= _EARLY_LIMIT:
             self.deps.counters.add("early_destinations_refused")
             return
         arrived = self._arrived.setdefault(room, asyncio.Event())
+        self._num_held += 1
         try:
             async with asyncio.timeout(_EARLY_HOLD_S):
                 await arrived.wait()
         except TimeoutError:
             self.deps.counters.add("early_destinations_unknown")
         finally:
-            self._arrived.pop(room, None)
+            self._num_held -= 1
+            if self._arrived.get(room) is arrived:
+                del self._arrived[room]
 
     def _refusal(self, destination: Destination) -> str | None:
         """Why these two workers cannot hand over, naming what differs; None where they can."""

@@ -30,9 +30,17 @@ from shared.protocol.messages import (
     Verdict,
 )
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError, DeadlineExceeded, EngineError, PeerLost, ProtocolError, UnknownRoom
+from shared.runtime.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineError,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+    UnknownRoom,
+)
 from shared.runtime.scope import until
-from shared.transfer.link import Link
+from shared.transfer.link import Link, OwnSidecarLost
 from shared.worker.notices import tell_failure
 
 
@@ -112,14 +120,28 @@ async def _await_destination(p: PrefillFlow, ticket: PrefillTicket) -> Destinati
         await asyncio.wait({ticket.destination}, timeout=p.settings.probe_s)
         if ticket.destination.done():
             return ticket.destination.result()
+        disconnects = p.deps.bus.stats.disconnects
         status = await _status_at_decode(p, ticket)
+        if status is None and _was_deaf(p, disconnects):
+            continue
         unknown += status is ReplayStatus.UNKNOWN
         gone = status is None or status is ReplayStatus.ENDED or unknown > p.settings.unknown_asks
         if gone and not ticket.destination.done():
-            silent = status is None
-            error = PeerLost("decode does not answer") if silent else UnknownRoom("decode does not hold this ticket")
-            error.by = "decode"
-            raise error
+            raise _by_decode(
+                PeerLost("decode does not answer")
+                if status is None
+                else UnknownRoom("decode does not hold this ticket")
+            )
+
+
+def _by_decode(error: BatonError) -> BatonError:
+    error.by = "decode"
+    return error
+
+
+def _was_deaf(p: PrefillFlow, disconnects: int) -> bool:
+    """Whether silence since that count of disconnects says nothing about a peer: nobody could be heard."""
+    return not p.deps.bus.connected or p.deps.bus.stats.disconnects != disconnects
 
 
 async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStatus | None:
@@ -148,10 +170,20 @@ async def _compute_and_send(
                 last = chunk.first, p.deps.clock.now()
                 p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
             if chunk.pieces and not one_token and not _all_finished(chunk):
-                await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
+                await _send(p, ticket, destination, chunk)
     if last is None:
         raise EngineError("the engine ended a prompt without a first token")
     return last
+
+
+async def _send(p: PrefillFlow, ticket: PrefillTicket, destination: Destination, chunk: ChunkDone) -> None:
+    """Hands the chunk's state over. Where the two sidecars lose each other, neither end can be told from the other."""
+    try:
+        await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
+    except OwnSidecarLost:
+        raise
+    except PeerLost as error:
+        raise TransferError(error.message) from error
 
 
 async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -> None:
@@ -197,8 +229,20 @@ async def _repeat_commit(p: PrefillFlow, ticket: PrefillTicket, record: Commit) 
     """Repeats the record until D has decided. The pages stay pinned until then."""
     where = subjects.subject("decode", ticket.order.decode, subjects.COMMIT)
     deadline = min(ticket.deadline, p.deps.clock.now() + p.settings.commit_s)
+    disconnects = p.deps.bus.stats.disconnects
     while True:
-        reply = await ask(p.deps.bus, p.deps.clock, where, record, CommitReply, deadline=deadline)
+        try:
+            reply = await ask(p.deps.bus, p.deps.clock, where, record, CommitReply, deadline=deadline)
+        except PeerLost as error:
+            raise _by_decode(error) from None
+        except DeadlineExceeded:
+            if deadline >= ticket.deadline:
+                raise
+            if not _was_deaf(p, disconnects):
+                raise _by_decode(PeerLost("decode does not answer the commit")) from None
+            deadline = min(ticket.deadline, p.deps.clock.now() + p.settings.commit_s)
+            disconnects = p.deps.bus.stats.disconnects
+            continue
         match reply.status:
             case CommitStatus.COMMITTED:
                 return

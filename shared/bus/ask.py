@@ -12,6 +12,7 @@ R = TypeVar("R", bound=WireModel)
 _MISSES_UNTIL_LOST = 4
 _PAUSE_S = 0.05
 _PROMPT_TRIES = 2
+_DOUBLINGS = 16
 _LONGEST_S = 8.0
 """After so many tries each waits twice as long as the one before, up to this: where a round trip takes longer than
 `every_s`, as on an overloaded host, the answer must find somebody who still waits for it."""
@@ -43,7 +44,7 @@ async def ask(
             message = message.model_copy(update={"remaining_s": max(0.0, remaining_s - (clock.now() - began))})
         try:
             tries += 1
-            wait_s = min(max(every_s, _LONGEST_S), every_s * 2.0 ** max(0, tries - _PROMPT_TRIES))
+            wait_s = min(max(every_s, _LONGEST_S), every_s * 2.0 ** min(_DOUBLINGS, max(0, tries - _PROMPT_TRIES)))
             return decode(answer, await bus.request(subject, encode(message), min(wait_s, left)))
         except MalformedMessage as error:
             raise ProtocolError(f"{subject} answered with something else: {error}") from error

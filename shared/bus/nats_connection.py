@@ -29,6 +29,7 @@ _FIRST_RECONNECT_WAIT_S = (0.0, 0.02)
 """The first wait: who has lost its connection alone is back before its peers take it for dead."""
 _FIRST_CONNECT_WAIT_S = 0.1
 _NO_ERROR = "no answer"
+_HUNG_UP = (ConnectionResetError, BrokenPipeError, nats.errors.UnexpectedEOF)
 _FLUSH_TIMEOUT_S = 5.0
 _CANCEL_AGAIN_S = 0.1
 _PING_INTERVAL_S = 5
@@ -225,7 +226,7 @@ class NatsConnection:
         self._stats.errors += 1
         log.debug("NATS client of %s: %r", self._name, error)
         # A server that refuses us hangs up behind its answer, and at some attempts only that is heard.
-        if self._last_error == _NO_ERROR or not isinstance(error, (ConnectionResetError, nats.errors.UnexpectedEOF)):
+        if self._last_error == _NO_ERROR or not isinstance(error, _HUNG_UP):
             self._last_error = str(error) or repr(error)
 
     async def _disconnected(self) -> None:

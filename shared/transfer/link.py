@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.protocol.messages import LinkAddress
+from shared.runtime.errors import PeerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,13 @@ Receipt = tuple[ComponentReceipt, ...]
 """One entry for each component of the layout, in its order; a component nothing was moved of has 0 bytes."""
 
 
+class OwnSidecarLost(PeerLost):
+    """It is this worker's own sidecar that is gone, so its peers are not to blame. On the wire a PeerLost."""
+
+
 class Link(Protocol):
-    """Methods raise TransferError subclasses. Every ticket opened is fenced, every ticket sent is forgotten."""
+    """Methods raise TransferError subclasses: OwnSidecarLost for our own end, PeerLost for the other. Every ticket
+    opened is fenced, every ticket sent is forgotten."""
 
     @property
     def address(self) -> LinkAddress:

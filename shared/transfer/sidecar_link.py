@@ -15,7 +15,7 @@ from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.transfer.control import Ask, Moving, Open, Reply, Send, receipt_of
-from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.link import OwnSidecarLost, Piece, Receipt, TicketKey
 from shared.transfer.sidecar_process import SidecarProcess
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class SidecarLink:
     @property
     def address(self) -> LinkAddress:
         if self._address is None:
-            raise PeerLost("the sidecar was never up")
+            raise OwnSidecarLost("the sidecar was never up")
         return self._address
 
     @property
@@ -162,7 +162,7 @@ class SidecarLink:
     async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
         child = self._alive()
         if self._sending.setdefault(key, child) is not child:
-            raise PeerLost("the sidecar restarted under the ticket")
+            raise OwnSidecarLost("the sidecar restarted under the ticket")
         id = child.next_id()
         request = Send(id=id, room=key.room, generation=key.generation, secret=secret, peer=peer, pieces=pieces)
         await child.request(request, id)
@@ -203,7 +203,7 @@ class SidecarLink:
 
     def _alive(self) -> SidecarProcess:
         if self._child is None:
-            raise PeerLost("the worker's own sidecar is down")
+            raise OwnSidecarLost("the worker's own sidecar is down")
         return self._child
 
     async def _ask(self, what: str, key: TicketKey, child: SidecarProcess) -> Reply:

@@ -30,6 +30,7 @@ from shared.transfer.control import (
     from_sidecar,
     read_frame,
 )
+from shared.transfer.link import OwnSidecarLost
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
@@ -52,7 +53,7 @@ class SidecarProcess:
         self._ids: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._ready: asyncio.Future[LinkAddress] = asyncio.get_running_loop().create_future()
-        self._lost: PeerLost | None = None
+        self._lost: OwnSidecarLost | None = None
         self._task = asyncio.create_task(self._read(), name="sidecar-control")  # noqa: TID251 - ends with the process
 
     @classmethod
@@ -105,7 +106,7 @@ class SidecarProcess:
         return asyncio.get_running_loop().time() - self._heard_at
 
     async def request(self, message: WireModel, id: int) -> Reply:
-        """The answer; raises the error it carries, or PeerLost as soon as the process is gone."""
+        """The answer; raises the error it carries, or OwnSidecarLost as soon as the process is gone."""
         if self._lost is not None:
             raise self._lost
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -161,7 +162,7 @@ class SidecarProcess:
             _log.exception("the sidecar %d does not speak our protocol", self.pid)
         finally:
             self._writer.close()
-            self._fail(PeerLost("the worker's own sidecar is gone"))
+            self._fail(OwnSidecarLost("the worker's own sidecar is gone"))
             # Closing the control socket ends a healthy sidecar; one that hangs must not outlive this.
             kill = asyncio.get_running_loop().call_later(_CLOSE_S, self.kill)
             await self._process.wait()
@@ -180,7 +181,7 @@ class SidecarProcess:
             if future is not None and not future.done():
                 future.set_result(message)
 
-    def _fail(self, error: PeerLost) -> None:
+    def _fail(self, error: OwnSidecarLost) -> None:
         self._lost = error
         if not self._ready.done():
             self._ready.set_exception(error)

@@ -1,6 +1,8 @@
 """Who gets into NATS, and how: users, tokens, and TLS with an authority of our own. Real servers, real certificates."""
 
+import asyncio
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -72,6 +74,17 @@ async def attempt(server: NatsServer, url: str = "", **given: object) -> None:
         await bus.close()
 
 
+async def refused(said: str, server: NatsServer, url: str = "", **given: object) -> str:
+    """Why it lets nobody in with these settings. On a busy machine its word may come after our patience is over."""
+    async with asyncio.timeout(60):
+        while True:
+            with pytest.raises(BusError) as caught:
+                await attempt(server, url, **given)
+            if re.search(said, str(caught.value)):
+                return str(caught.value)
+            assert re.search("no answer|reset|unexpected EOF", str(caught.value)), str(caught.value)
+
+
 async def _answer(data: bytes) -> bytes:
     return data
 
@@ -81,9 +94,7 @@ async def test_user_and_password(tmp_path: Path) -> None:
         bare = f"nats://127.0.0.1:{server.port}"
         await attempt(server, bare, nats_user="baton", nats_password="s3cret/@:x")
         for given in ({}, {"nats_user": "baton", "nats_password": "wrong"}, {"nats_token": "s3cret/@:x"}):
-            with pytest.raises(BusError, match="Authorization") as refused:
-                await attempt(server, bare, **given)
-            assert "s3cret" not in str(refused.value)
+            assert "s3cret" not in await refused("Authorization", server, bare, **given)
 
 
 async def test_a_token(tmp_path: Path) -> None:
@@ -91,8 +102,7 @@ async def test_a_token(tmp_path: Path) -> None:
     server.lines = ('authorization { token: "a-token" }',)
     async with server:
         await attempt(server, nats_token="a-token")
-        with pytest.raises(BusError, match="Authorization"):
-            await attempt(server, nats_token="another")
+        await refused("Authorization", server, nats_token="another")
 
 
 async def test_the_permissions_of_the_operations_page_are_enough_and_no_more(tmp_path: Path) -> None:
@@ -126,12 +136,10 @@ async def test_tls_with_our_own_authority(tmp_path: Path, certificates: Certific
     server.lines = (certificates.tls(),)
     async with server:
         await attempt(server, nats_tls_ca=certificates.ca)
-        with pytest.raises(BusError, match="certificate"):
-            await attempt(server, nats_tls_ca=certificates.other_ca)
-        with pytest.raises(BusError, match="certificate"):  # nats-server asks for TLS, and nobody here knows it
-            await attempt(server)
-        with pytest.raises(BusError, match=r"certificate|localhost"):  # it is known as 127.0.0.1 alone
-            await attempt(server, f"nats://baton:s3cret@localhost:{server.port}", nats_tls_ca=certificates.ca)
+        await refused("certificate", server, nats_tls_ca=certificates.other_ca)
+        await refused("certificate", server)  # nats-server asks for TLS, and nobody here knows it
+        by_name = f"nats://baton:s3cret@localhost:{server.port}"
+        await refused("certificate|localhost", server, by_name, nats_tls_ca=certificates.ca)  # known as 127.0.0.1 alone
 
 
 @needs_openssl
@@ -153,10 +161,8 @@ async def test_a_server_without_tls_gets_no_word_of_who_insists_on_it(
     server = ConfiguredServer(tmp_path, user="baton", password="s3cret")
     server.lines = ("trace: true",)
     async with server:
-        with pytest.raises(BusError, match="offers no TLS"):
-            await attempt(server, nats_tls_ca=certificates.ca)
-        with pytest.raises(BusError, match="offers no TLS"):
-            await attempt(server, f"tls://baton:s3cret@127.0.0.1:{server.port}")
+        await refused("offers no TLS", server, nats_tls_ca=certificates.ca)
+        await refused("offers no TLS", server, f"tls://baton:s3cret@127.0.0.1:{server.port}")
         assert "CONNECT" not in server.log_path.read_text()
         await attempt(server)
         assert "CONNECT" in server.log_path.read_text()

