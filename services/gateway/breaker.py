@@ -181,6 +181,6 @@ def usable(
 def blamed(code: str, by: str, legs: Mapping[str, str]) -> tuple[str, ...]:
     """The peers to blame for a failure. legs: role -> peer of the attempt. Nobody, where `code` is no worker's fault
     or it is not known whose."""
-    if code in _BOTH_ENDS:
+    if code in _BOTH_ENDS or by == "link":
         return tuple(legs.values())
     return (legs[by],) if code in _ONE_LEG and by in legs else ()

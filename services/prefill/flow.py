@@ -36,7 +36,6 @@ from shared.runtime.errors import (
     EngineError,
     PeerLost,
     ProtocolError,
-    TransferError,
     UnknownRoom,
 )
 from shared.runtime.scope import until
@@ -177,13 +176,12 @@ async def _compute_and_send(
 
 
 async def _send(p: PrefillFlow, ticket: PrefillTicket, destination: Destination, chunk: ChunkDone) -> None:
-    """Hands the chunk's state over. Where the two sidecars lose each other, neither end can be told from the other."""
+    """Hands the chunk's state over. Where the two sidecars lose each other, nobody can tell which end is cut off."""
     try:
         await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
-    except OwnSidecarLost:
-        raise
     except PeerLost as error:
-        raise TransferError(error.message) from error
+        error.by = "prefill" if isinstance(error, OwnSidecarLost) else "link"
+        raise
 
 
 async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -> None:

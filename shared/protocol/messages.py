@@ -25,7 +25,7 @@ MAX_ROLL_CALL = 1024
 _MAX_NOTE_LEN = 1000
 Note = Annotated[str, AfterValidator(lambda text: text[:_MAX_NOTE_LEN])]
 """Words for people. Cut short, because receivers keep them with the memory of ended tickets."""
-Leg = Annotated[str, Field(pattern=r"^(|prefill|decode|gateway)$")]
+Leg = Annotated[str, Field(pattern=r"^(|prefill|decode|gateway|link)$")]
 Code = Annotated[str, Field(pattern=r"^[a-z_]{0,40}$")]
 Secret = Annotated[PackedBytes, Field(max_length=64)]
 
