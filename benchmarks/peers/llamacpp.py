@@ -1,6 +1,5 @@
 """llama.cpp by its own server, in-process. Arguments: threads, GGUF file. Rates are those that it reports itself."""
 
-import json
 import sys
 from typing import Any
 
@@ -28,34 +27,26 @@ def start() -> Any:
             servers[slots, slot_len] = xl.Server(params)
         return servers[slots, slot_len]
 
-    def complete(engine: Any, **request: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-
-        def collect(answer: Any) -> None:
-            answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
-            found.extend(answer if isinstance(answer, list) else [answer])
-
-        returned = engine.handle_completions(
-            {"temperature": 0, "ignore_eos": True, "timings_per_token": False, "stream": False} | request, collect
-        )
-        if not found and returned is not None:
-            collect(returned)
-        if not found or any("timings" not in answer for answer in found):
-            raise RuntimeError(f"llama.cpp answered {str(found)[:500]}")
+    def timings(engine: Any, choices: int, **request: Any) -> dict[str, float]:
+        """Of the first of `choices` continuations of one prompt, each with a copy of its state; all run in step."""
+        answers: list[dict[str, Any]] = []
+        greedy = {"temperature": 0, "ignore_eos": True, "stream": False, "n_cmpl": choices}
+        engine.handle_completions(greedy | request, answers.append)
+        if len(answers) != 1 or len(answers[0].get("choices", ())) != choices:
+            raise RuntimeError(f"llama.cpp answered {str(answers)[:500]}")
+        found: dict[str, float] = answers[0]["timings"]
         return found
 
     def measure(kind: str, **arguments: int) -> float:
         if kind == "prefill":
             length = arguments["length"]
-            engine = server(1, length + _ROOM)
-            [answer] = complete(engine, prompt=prompt(length, arguments["seed"]), n_predict=1, cache_prompt=False)
-            return float(answer["timings"]["prompt_per_second"])
-        batch, context = arguments["batch"], arguments["context"]
-        engine = server(batch, context + arguments["steps"] + _ROOM)
-        answers = complete(engine, prompt=prompt(context, 1), n_predict=arguments["steps"], n_cmpl=batch)
-        if len(answers) != batch:
-            raise RuntimeError(f"{len(answers)} answers for a batch of {batch}")
-        return sum(float(answer["timings"]["predicted_per_second"]) for answer in answers)
+            ids = prompt(length, arguments["seed"])
+            return timings(server(1, length + _ROOM), 1, prompt=ids, n_predict=1, cache_prompt=False)[
+                "prompt_per_second"
+            ]
+        batch, context, steps = arguments["batch"], arguments["context"], arguments["steps"]
+        engine = server(batch, context + steps + _ROOM)
+        return batch * timings(engine, batch, prompt=prompt(context, 1), n_predict=steps)["predicted_per_second"]
 
     return measure
 

@@ -1,5 +1,5 @@
 """A GGUF file in another weight format: every matrix of it is dequantized and quantized anew. Arguments: source,
-target, F16, Q8_0 or Q4_0. The embedding, which is also the output matrix, keeps 8 bits under Q4_0, as llama.cpp does."""
+target, F16, Q8_0 or Q4_0. The embedding, also the output matrix, keeps 8 bits under Q4_0, much as llama.cpp does."""
 
 import os
 import sys
