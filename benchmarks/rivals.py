@@ -20,7 +20,8 @@ SCRIPTS = Path(__file__).parent / "peers"
 _START_S = 400.0
 _ANSWER_S = 600.0
 _INSTALL_S = 1800.0
-_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+_OURS = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
+"""How our own threads wait: others have their own defaults."""
 
 
 class NotThere(Exception):
@@ -28,7 +29,8 @@ class NotThere(Exception):
 
 
 class Rival:
-    """`with Rival("name", argv) as rival:` runs and is loaded inside. `passive`: its idle threads sleep."""
+    """`with Rival("name", argv) as rival:` runs and is loaded inside. env: beside ours, less what is
+    said there of how threads wait."""
 
     def __init__(self, name: str, argv: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -39,7 +41,7 @@ class Rival:
         self._lines: queue.Queue[str] = queue.Queue()
 
     def __enter__(self) -> Self:
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | _PASSIVE | self._env
+        env = {k: v for k, v in os.environ.items() if k not in (*_OURS, "PYTHONPATH")} | self._env
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPO, env=env
@@ -98,8 +100,9 @@ class Rival:
 def baton(directory: Path, threads: int, formats: Mapping[str, str], logs: Path) -> Rival:
     name = "-".join(["baton", *(f"{key}-{value}" for key, value in formats.items())])
     chosen = [f"{key}={value}" for key, value in formats.items()]
+    passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
     argv = [sys.executable, "-m", "benchmarks.peers.baton_engine", str(directory), str(threads), *chosen]
-    return Rival(name, argv, logs / f"{name}.log", {"PYTHONPATH": str(REPO)})
+    return Rival(name, argv, logs / f"{name}.log", {"PYTHONPATH": str(REPO)} | passive)
 
 
 def hugging_face(home: Path, threads: int) -> list[Rival]:

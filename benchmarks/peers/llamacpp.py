@@ -22,7 +22,6 @@ def start() -> Any:
             params.n_parallel, params.n_ctx, params.kv_unified = slots, slots * slot_len, False
             params.n_batch, params.n_ubatch, params.cache_ram_mib = 2048, 512, 0
             params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
-            params.cpuparams.poll = params.cpuparams_batch.poll = 0
             params.verbosity = 0
             servers[slots, slot_len] = xl.Server(params)
         return servers[slots, slot_len]
