@@ -31,7 +31,8 @@ def warm_up() -> None:
     for num_tokens in (1, max(SERIAL_ROWS, SERIAL_TOKENS) + 1):
         _step(CpuOps(), num_tokens)
     one = np.ones(1, np.uint64)
-    pick(torch.zeros(1, 4), np.ones(1, np.float32), uniform(one, one, one))
+    for vocab_size in (4, 1 << 17):
+        pick(torch.zeros(1, vocab_size), np.ones(1, np.float32), uniform(one, one, one))
 
 
 def _step(ops: CpuOps, num_tokens: int) -> None:

@@ -16,6 +16,7 @@ _SIGN_CLEAR = np.int32(0x7FFFFFFF)
 _INFINITE = np.int32(0x7F800000)
 _LEAST = np.int32(-0x80000000)
 _BLOCK = 256
+_SERIAL_VALUES = 1 << 16
 
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _FIRST, _SECOND = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -35,10 +36,12 @@ def pick(logits: torch.Tensor, temperatures: np.ndarray, draws: np.ndarray) -> n
     place[drawn] = np.arange(len(drawn))
     weights = _scratch(len(drawn), vocab_size)
     tokens = np.empty(num_rows, np.int64)
-    _scan(values, values.view(np.int32), temperatures, place, weights, tokens)
+    serial = values.size <= _SERIAL_VALUES
+    scan, search = (_scan.serial, _search.serial) if serial else (_scan, _search)
+    scan(values, values.view(np.int32), temperatures, place, weights, tokens)
     if len(drawn):
         np.exp(weights, out=weights)
-        _search(weights, drawn, draws, tokens)
+        search(weights, drawn, draws, tokens)
     return tokens
 
 

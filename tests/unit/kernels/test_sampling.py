@@ -23,7 +23,7 @@ def plain(values: np.ndarray, temperature: float, draw: float) -> int:
 
 
 @given(
-    vocab=st.sampled_from([1, 2, 255, 256, 257, 5000]),
+    vocab=st.sampled_from([1, 2, 255, 256, 257, 5000, 40_000]),
     num_rows=st.sampled_from([1, 2, 7]),
     spread=st.sampled_from([0.0, 0.01, 1.0, 30.0, 1e30]),
     rounded=st.booleans(),
