@@ -5,6 +5,7 @@ where set, else beside the source. Threads wait passively only where `OMP_WAIT_P
 torch was imported; without it a step on a busy machine costs tens of milliseconds a kernel.
 """
 
+import numpy as np
 import torch
 
 from kernels.cpu.activation import silu_mul
@@ -12,6 +13,7 @@ from kernels.cpu.attention import paged_attention
 from kernels.cpu.linear import linear
 from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
 from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
+from kernels.cpu.sampling import pick, uniform
 
 
 class CpuOps:
@@ -28,6 +30,9 @@ def warm_up() -> None:
     in the compute thread before the worker reports ready."""
     for num_tokens in (1, max(SERIAL_ROWS, SERIAL_TOKENS) + 1):
         _step(CpuOps(), num_tokens)
+    one = np.ones(1, np.uint64)
+    for vocab_size in (4, 1 << 17):
+        pick(torch.zeros(1, vocab_size), np.ones(1, np.float32), uniform(one, one, one))
 
 
 def _step(ops: CpuOps, num_tokens: int) -> None:

@@ -37,9 +37,10 @@ class Compiled:
     The cache knows a kernel's own file only: who changes an `inlined` part elsewhere touches that file too.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._parallel: Any = numba.njit(parallel=True, **_OPTIONS)(function)
-        self._serial: Any = numba.njit(**_OPTIONS)(_renamed(function, f"{function.__qualname__}_serial"))
+    def __init__(self, function: Callable[..., None], *, exact: bool = False) -> None:
+        options = _OPTIONS | {"fastmath": False} if exact else _OPTIONS
+        self._parallel: Any = numba.njit(parallel=True, **options)(function)
+        self._serial: Any = numba.njit(**options)(_renamed(function, f"{function.__qualname__}_serial"))
 
     def __call__(self, *arguments: Any) -> None:
         num_threads = torch.get_num_threads()
@@ -55,6 +56,11 @@ class Compiled:
 
 def compiled(function: Callable[..., None]) -> Compiled:
     return Compiled(function)
+
+
+def compiled_exactly(function: Callable[..., None]) -> Compiled:
+    """Every operation rounds on its own and in its place: the same bits on every machine."""
+    return Compiled(function, exact=True)
 
 
 def inlined(function: F) -> F:

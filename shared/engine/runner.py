@@ -3,10 +3,10 @@ the samples."""
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from shared.engine.batch import CopyPage, Row, StepPlan, StepResult
+from shared.engine.buffers import StepBuffers
 from shared.engine.models.base import Batch, Model
 from shared.engine.pool import StatePool
 from shared.engine.sampler import Sampled, SampleRow, sample
@@ -22,6 +22,7 @@ class Runner:
         self._model = model
         self._pool = pool
         self._sample_rows = sample_rows
+        self._buffers = StepBuffers()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -37,13 +38,14 @@ class Runner:
         if not plan.rows:
             return StepResult(())
         self._check_tables(plan.rows)
-        logits = self._model.forward(build_batch(plan.rows), self._pool.tensors)
+        logits = self._model.forward(self._buffers.fill(plan.rows), self._pool.tensors)
         wanted = [row for row in plan.rows if row.samples]
         if not wanted:
             return StepResult(((),) * len(plan.rows))
-        repeats = torch.tensor([len(row.samples) for row in wanted], device=logits.device)
-        spread = logits.repeat_interleave(repeats, dim=0) if int(repeats.max()) > 1 else logits  # [samples, vocab]
-        drawn = iter(self._draw(spread, [sample for row in wanted for sample in row.samples]))
+        repeats = [len(row.samples) for row in wanted]
+        if max(repeats) > 1:
+            logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), dim=0)  # [samples, vocab]
+        drawn = iter(self._draw(logits, [sample for row in wanted for sample in row.samples]))
         return StepResult(tuple(_all_or_error([next(drawn) for _ in row.samples]) for row in plan.rows))
 
     def _check_tables(self, rows: tuple[Row, ...]) -> None:
@@ -76,20 +78,6 @@ def _all_or_error(drawn: list[Sampled | EngineError]) -> tuple[Sampled, ...] | E
     return tuple(tokens)
 
 
-def build_batch(rows: tuple[Row, ...]) -> Batch:
-    """The rows as tensors; logits are wanted of the last token of each row that samples."""
-    starts = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row.tokens) for row in rows], out=starts[1:])
-    tables = np.zeros((len(rows), max(len(row.pages) for row in rows) or 1), dtype=np.int32)
-    for table, row in zip(tables, rows, strict=True):
-        table[: len(row.pages)] = row.pages
-    last = [int(end) - 1 for row, end in zip(rows, starts[1:], strict=True) if row.samples]
-    return Batch(
-        tokens=torch.from_numpy(np.concatenate([np.array(row.tokens, dtype=np.int64) for row in rows])),
-        positions=torch.from_numpy(np.concatenate([np.arange(row.start, row.end, dtype=np.int64) for row in rows])),
-        query_start=torch.from_numpy(starts),
-        context_lens=torch.tensor([row.end for row in rows], dtype=torch.int32),
-        block_tables=torch.from_numpy(tables),
-        slots=torch.tensor([row.slot for row in rows], dtype=torch.int32),
-        logit_rows=torch.tensor(last, dtype=torch.int64),
-    )
+def build_batch(rows: Sequence[Row]) -> Batch:
+    """The rows as tensors of their own."""
+    return StepBuffers().fill(rows)

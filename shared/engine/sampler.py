@@ -3,7 +3,8 @@
 Order: log probabilities from the raw logits; logit bias; `min_tokens` mask; repetition penalty (prompt and output);
 frequency and presence penalty (output); temperature; top-k; top-p; min-p; one uniform keyed by (seed, choice,
 position); inverse CDF in token order. Ties go to the lower token id everywhere, so top_k = 1 is the same as greedy.
-A row's token depends on that row alone.
+Rows that need no more than a temperature go through one compiled pass; it gives the bits that the way of the others
+would. A row's token depends on that row alone.
 """
 
 import math
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shared.engine.philox import uniform
+from kernels.cpu.sampling import pick, uniform
 from shared.protocol.messages import SamplingSpec, TokenLogprob
 from shared.runtime.errors import EngineError
 
@@ -55,34 +56,35 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
     if not rows:
         return []
-    if broken := bad_rows(logits):
-        raise EngineError(f"logits are not finite in row {', '.join(map(str, broken))} of {len(rows)}")
-    own_way = [i for i, row in enumerate(rows) if not _is_plain_greedy(row.sampling)]
-    tokens = [-1] * len(rows) if len(own_way) == len(rows) else logits.argmax(dim=1).tolist()
-    if not own_way:
-        return [Sampled(token, None) for token in tokens]
-    raw = _to_numpy(logits[own_way] if len(own_way) < len(rows) else logits)
-    draws = uniform(
-        np.array([rows[i].sampling.seed for i in own_way], dtype=np.uint64),
-        np.array([rows[i].choice for i in own_way]),
-        np.array([rows[i].position for i in own_way]),
-    )
-    results = [Sampled(token, None) for token in tokens]
-    for i, values, draw in zip(own_way, raw, draws, strict=True):
-        token = _choose(values, rows[i], float(draw))
-        if token < 0:
+    logits = logits.detach().to(device="cpu", dtype=torch.float32)
+    own_way = [_truncates(row.sampling) or _changes_logits(row.sampling) for row in rows]
+    draws = _draws(rows)
+    temperatures = [0.0 if own else row.sampling.temperature for own, row in zip(own_way, rows, strict=True)]
+    with np.errstate(over="ignore"):
+        scales = np.array([t if t >= GREEDY_BELOW else 0.0 for t in temperatures]).astype(np.float32)
+    tokens = pick(logits, scales, draws).tolist()
+    if min(tokens) < 0:
+        broken = [str(i) for i, token in enumerate(tokens) if token < 0]
+        raise EngineError(f"logits are not finite in row {', '.join(broken)} of {len(rows)}")
+    results = []
+    for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        count, chosen = row.sampling.logprobs, token
+        if own_way[i] and (chosen := _choose(logits[i].numpy(), row, float(draws[i]))) < 0:
             raise EngineError(f"no token is allowed in row {i} of {len(rows)}")
-        count = rows[i].sampling.logprobs
-        results[i] = Sampled(token, None if count is None else _logprob(values, token, count))
+        results.append(Sampled(chosen, None if count is None else _logprob(logits[i].numpy(), chosen, count)))
     return results
 
 
-def _to_numpy(logits: torch.Tensor) -> np.ndarray:
-    return logits.detach().to(device="cpu", dtype=torch.float32).numpy()
+def _draws(rows: Sequence[SampleRow]) -> np.ndarray:
+    return uniform(
+        np.array([row.sampling.seed for row in rows], dtype=np.uint64),
+        np.array([row.choice for row in rows], dtype=np.uint64),
+        np.array([row.position for row in rows], dtype=np.uint64),
+    )
 
 
-def _is_plain_greedy(spec: SamplingSpec) -> bool:
-    return spec.temperature < GREEDY_BELOW and spec.logprobs is None and not _changes_logits(spec)
+def _truncates(spec: SamplingSpec) -> bool:
+    return spec.temperature >= GREEDY_BELOW and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
 
 
 def _changes_logits(spec: SamplingSpec) -> bool:

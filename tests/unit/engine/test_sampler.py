@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.engine.philox import philox4x32, uniform
 from shared.engine.sampler import SampleRow, bad_rows, sample
+from shared.engine.sampler import _choose as choose
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import EngineError
 
@@ -292,6 +293,31 @@ def test_choices_and_positions_draw_apart() -> None:
     by_position = {s.token for s in sample(flat, [row(seeded, position=p) for p in range(64)])}
     assert len(by_choice) > 50
     assert len(by_position) > 50
+
+
+@given(
+    vocab=st.sampled_from([2, 300, 9000]),
+    temperature=st.sampled_from([0.0, 0.4, 1.0, 3.0]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_the_pass_over_all_rows_gives_what_each_row_alone_would(
+    vocab: int, temperature: float, logprobs: int | None, seed: int
+) -> None:
+    """Rows that take the compiled pass, between rows that cannot, against the numpy way of the latter."""
+    plain, mixed = spec(seed=seed, temperature=temperature, logprobs=logprobs), spec(seed=seed, temperature=temperature)
+    others = [
+        mixed.model_copy(update={"top_k": 2, "top_p": 0.8}),
+        mixed.model_copy(update={"logit_bias": ((0, 1.5),), "min_tokens": 1, "min_p": 0.1}),
+        mixed.model_copy(update={"repetition_penalty": 1.2, "presence_penalty": 0.5}),
+    ]
+    generator = np.random.default_rng(seed)
+    logits = (generator.standard_normal((8, vocab)) * 3).astype(np.float32)
+    rows = [row(kind, position=i, prompt=[0, 1], output=[1]) for i, kind in enumerate([plain, *others, plain, plain])]
+    draws = uniform(np.full(6, seed, np.uint64), np.zeros(6, np.int64), np.arange(6))
+    sampled = sample(torch.from_numpy(logits[:6]), rows)
+    assert [s.token for s in sampled] == [choose(logits[i], rows[i], float(draws[i])) for i in range(6)]
+    assert [s.logprob is None for s in sampled] == [r.sampling.logprobs is None for r in rows]
 
 
 # Log probabilities
