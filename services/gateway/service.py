@@ -135,6 +135,14 @@ class GatewayService(Service):
             return "no decode worker is ready"
         if self.settings.path == "remote" and not self.workers.ready("prefill"):
             return "no prefill worker is ready, and path is remote"
+        return self._of_another_mode()
+
+    def _of_another_mode(self) -> str | None:
+        """Workers that compute otherwise than this gateway asks: what is measured there would be taken for our mode."""
+        for worker in (*self.workers.ready("prefill"), *self.workers.ready("decode")):
+            mode = worker.report.settings.get("mode", self.settings.mode)
+            if mode != self.settings.mode:
+                return f"{worker.report.id} runs in mode {mode}, the gateway in mode {self.settings.mode}"
         return None
 
     def cluster(self) -> dict[str, Any]:
@@ -145,9 +153,10 @@ class GatewayService(Service):
         for (peer, leg), health in self.rooms.breakers.report(now).items():
             breakers.setdefault(peer, {})[leg] = health.value
         return {
+            "mode": self.settings.mode,
             "workers": [
                 worker.report.model_dump(mode="json")
                 | {"age_s": round(now - worker.seen_at, 3), "breakers": breakers.get(worker.peer, {})}
                 for worker in self.workers.all()
-            ]
+            ],
         }

@@ -18,7 +18,7 @@ async def test_models(gateway: Any) -> None:
 
 async def test_health(gateway: Any) -> None:
     async with gateway.http.get(f"{gateway.url}/health") as response:
-        assert (response.status, await response.json()) == (200, {"status": "ok"})
+        assert (response.status, await response.json()) == (200, {"status": "ok", "mode": "separated"})
     gateway.reason = "no decode worker is alive"
     async with gateway.http.get(f"{gateway.url}/health") as response:
         assert response.status == 503
