@@ -64,7 +64,7 @@ def _num_prefill(options: UpOptions) -> int:
 
 
 def settle_mode(options: UpOptions) -> UpOptions:
-    """The options with the mode that flags, --set and variables make. LaunchError where the rest does not go with it."""
+    """The options, with the mode that flags, --set and variables make. LaunchError where they do not go together."""
     try:
         mode = load_settings(GatewaySettings, own_nats() | chosen_settings(options)["gateway"]).mode
     except ConfigError as error:

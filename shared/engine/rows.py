@@ -12,8 +12,8 @@ from shared.engine.turns import Work, count_passes, in_turn, share_out
 def chunk_rows(
     groups: Collection[Group], num_decodes: int, settings: EngineSettings, eos_token_ids: frozenset[int]
 ) -> list[Row]:
-    """The parts of prompts that a step computes beside the rows of `num_decodes` choices. What is computed ahead has its
-    turn only when nobody waits for anything else. groups: in the order of their start."""
+    """The parts of prompts that a step computes beside the rows of `num_decodes` choices. What is computed ahead has
+    its turn only when nobody waits for anything else. groups: in the order of their start."""
     works = _waited_for(groups, settings) or _ahead(groups)
     if not works:
         return []
@@ -34,9 +34,8 @@ def _waited_for(groups: Iterable[Group], settings: EngineSettings) -> list[Work]
             if not group.optimistic and group.ahead < settings.prefill_lead:
                 works.append(_prompt(group))
         elif group.phase is Phase.DECODING:
-            for choice in group.choices:
-                if not choice.done and (left := group.pending_len(choice)) > 1:
-                    works.append(Work(group, choice, choice.computed, left))
+            behind = (choice for choice in group.choices if not choice.done and group.pending_len(choice) > 1)
+            works += [Work(group, choice, choice.computed, group.pending_len(choice)) for choice in behind]
     return works
 
 

@@ -8,7 +8,6 @@ from shared.runtime.mode import Mode, check_budget
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 
-
 _COUNTS = (
     "page_tokens",
     "max_running",

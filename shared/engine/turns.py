@@ -16,8 +16,8 @@ from shared.engine.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Known tokens that have no state yet, `left` of them from position `start` on: of the prompt (choice None), or of a
-    choice that catches up after it gave way."""
+    """Known tokens that have no state yet, `left` of them from position `start` on: of the prompt (choice None), or of
+    a choice that catches up after it gave way."""
 
     group: Group
     choice: Choice | None

@@ -16,6 +16,6 @@ def check_budget(mode: Mode, step_tokens: int, max_running: int) -> None:
     for ever."""
     if mode == "chunked" and step_tokens < max_running:
         raise ValueError(
-            f"step_tokens ({step_tokens}) is below max_running ({max_running}): in mode chunked a step holds a token of "
-            "each running sequence; raise the first or lower the second"
+            f"step_tokens ({step_tokens}) is below max_running ({max_running}): in mode chunked a step holds a token "
+            "of each running sequence; raise the first or lower the second"
         )
