@@ -135,15 +135,7 @@ class GatewayService(Service):
             return "no decode worker is ready"
         if self.settings.path == "remote" and not self.workers.ready("prefill"):
             return "no prefill worker is ready, and path is remote"
-        return self._of_another_mode()
-
-    def _of_another_mode(self) -> str | None:
-        """Workers that compute otherwise than this gateway asks: what is measured there would be taken for our mode."""
-        for worker in (*self.workers.ready("prefill"), *self.workers.ready("decode")):
-            mode = worker.report.settings.get("mode", self.settings.mode)
-            if mode != self.settings.mode:
-                return f"{worker.report.id} runs in mode {mode}, the gateway in mode {self.settings.mode}"
-        return None
+        return self.workers.of_another_mode(self.settings.mode)
 
     def cluster(self) -> dict[str, Any]:
         """The body of GET /cluster: every process's newest report, how old it is, and which of its legs this gateway

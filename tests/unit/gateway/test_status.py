@@ -25,6 +25,21 @@ async def test_health(gateway: Any) -> None:
         assert (await response.json())["reason"] == "no decode worker is alive"
 
 
+@pytest.mark.parametrize("mode", ["colocated", "chunked"])
+async def test_without_prefill_workers_every_path_is_local_and_remote_is_refused(start: Any, mode: str) -> None:
+    gateway = await start(mode=mode, default_path="auto")
+    async with gateway.http.get(f"{gateway.url}/health") as response:
+        assert await response.json() == {"status": "ok", "mode": mode}
+    for baton in ({}, {"path": "auto", "strict": True}, {"path": "local"}):
+        await gateway.post("/v1/completions", model="toy", prompt="Say", baton=baton)
+        assert gateway.generation.request.path == "local"
+    asked = len(gateway.generator.generations)
+    status, body, _ = await gateway.post("/v1/completions", model="toy", prompt="Say", baton={"path": "remote"})
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "baton.path", "unsupported_value")
+    assert mode in body["error"]["message"]
+    assert len(gateway.generator.generations) == asked
+
+
 async def test_cluster_and_version(gateway: Any) -> None:
     async with gateway.http.get(f"{gateway.url}/cluster") as response:
         assert await response.json() == {"workers": []}
