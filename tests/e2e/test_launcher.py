@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from services.launcher.errors import LaunchError
-from services.launcher.plan import UpOptions, chosen_settings, plan_processes, settle_mode, share_cores
+from services.launcher.plan import UpOptions, chosen_settings, plan_processes, share_cores
 from shared.bus import nats
 from shared.bus.base import BusError
 
@@ -250,33 +250,6 @@ def test_without_prefill_workers(start: Start, flags: tuple[str, ...], env: dict
     mode = env.get("BATON_MODE", flags[1] if flags else "")
     assert f"({mode}, {len(roles)} decode, " in cluster.text()
     assert cluster.end() == 0
-
-
-def test_a_mode_reaches_all_who_have_one() -> None:
-    options = settle_mode(UpOptions(num_decode=2, mode="chunked", step_tokens=96))
-    env = {spec.name: spec.env for spec in plan_processes(options, chosen_settings(options), {"nats_url": "nats://x"})}
-    assert sorted(env) == ["decode-0", "decode-1", "gateway", "kvstore"]
-    assert env["gateway"]["BATON_GATEWAY_MODE"] == env["decode-1"]["BATON_DECODE_MODE"] == "chunked"
-    assert env["decode-0"]["BATON_DECODE_STEP_TOKENS"] == "96"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (UpOptions(mode="colocated", num_prefill=1), "mode colocated has no prefill workers"),
-        (UpOptions(sets=("common.mode=chunked",), num_prefill=2), "mode chunked has no prefill workers"),
-        (UpOptions(step_tokens=64), "--step-tokens is the budget of --mode chunked"),
-        (UpOptions(mode="colocated", step_tokens=64), "--step-tokens is the budget of --mode chunked"),
-        (UpOptions(mode="chunked", step_tokens=8), "decode: step_tokens (8) is below max_running (64)"),
-        (UpOptions(sets=("decode.mode=chunked",)), "decode-0 would run in mode chunked, the gateway in mode separated"),
-        (UpOptions(mode="colocated", sets=("gateway.path=remote",)), "path remote needs prefill workers"),
-    ],
-)
-def test_what_does_not_go_with_a_mode_is_said(options: UpOptions, said: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        settled = settle_mode(options)
-        plan_processes(settled, chosen_settings(settled), {})
-    assert said in str(caught.value)
 
 
 def test_two_clusters_side_by_side_but_not_in_one_directory(start: Start, tmp_path: Path) -> None:

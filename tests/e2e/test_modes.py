@@ -16,7 +16,7 @@ from tests.support_visitor import Visitor, prompt_of, tickets
 
 FLAGS = {"colocated": ("--mode", "colocated"), "chunked": ("--mode", "chunked", "--step-tokens", "64")}
 PROMPT = [504, 3575, 282, 4649, 314]
-SOME = [case for case in golden_cases() if case.user is not None or case.name in ("text-127", "text-129", "text-513")]
+SOME = [case for case in golden_cases() if case.user is not None or case.name in ("text-129", "text-513")]
 
 
 @pytest.fixture(scope="module", params=list(FLAGS))

@@ -86,7 +86,7 @@ def test_where_prompts_are_computed_by_d_the_one_with_fewest_ahead_is_chosen() -
     assert route.decode is roomy
 
 
-def test_a_worker_of_another_mode_is_named() -> None:
+async def test_a_worker_of_another_mode_is_named() -> None:
     known = registry()
     known.observe(report("decode", "d0", settings={"mode": "colocated"}))
     assert known.of_another_mode("colocated") is None
