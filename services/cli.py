@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from services.bench import command as bench_command
+from shared.runtime.mode import Mode
 
 app = typer.Typer(
     name="baton",
@@ -38,7 +39,9 @@ def _fail(error: Exception) -> typer.Exit:
 
 @app.command(epilog="Example: `baton up --prefill 2 --decode 3 --set decode.num_pages=4096`")
 def up(
-    prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers. [default: 1; none where --mode is not separated]", min=0)
+    ] = None,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
     port: Annotated[
         int | None,
@@ -46,6 +49,16 @@ def up(
     ] = None,
     model: Annotated[str | None, typer.Option(help="A name of `baton models`, a GGUF file or a directory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(
+            help="separated: prefill workers compute prompts. colocated: decode workers do, whole. chunked: decode "
+            "workers do, in steps of at most --step-tokens. [default: separated]"
+        ),
+    ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="With --mode chunked: most tokens of a step. [default: 256]", min=1)
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the cluster keeps its files. [default: new]")] = None,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Leave dead what dies.")] = False,
     sets: Annotated[
@@ -56,7 +69,8 @@ def up(
 ) -> None:
     """Starts a cluster of processes on this machine and shows their logs until Ctrl-C.
 
-    Needs no server that runs already. Two clusters run side by side, each with its own --port.
+    Needs no server that runs already. Two clusters run side by side, each with its own --port. To compare modes, run
+    `--prefill 1 --decode 1`, `--mode colocated --decode 2` and `--mode chunked --decode 2`.
     `baton serve ROLE --help` lists what --set can set.
     """
     from services.launcher.errors import LaunchError
@@ -73,6 +87,8 @@ def up(
         restart=not no_restart,
         sets=tuple(sets or ()),
         verbose=verbose,
+        mode=mode,
+        step_tokens=step_tokens,
     )
     try:
         run(options, Console(highlight=False))

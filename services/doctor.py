@@ -34,7 +34,7 @@ class Finding:
 
 def examine(console: Console, port: int) -> bool:
     """Prints one line for each check; whether all went well."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _model)
+    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _model, _mode)
     findings = [*(check() for check in checks), _port(port)]
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]no[/]"
@@ -97,6 +97,14 @@ def _torch() -> Finding:
 def _model() -> Finding:
     ready = any(model.name == DEFAULT_MODEL for model in list_cached(cache_dir()))
     return Finding("model", True, f"{DEFAULT_MODEL} {'is ready' if ready else 'will be prepared by baton up'}")
+
+
+def _mode() -> Finding:
+    try:
+        mode = load_settings(GatewaySettings).mode
+    except ConfigError as error:
+        return Finding("mode", False, str(error))
+    return Finding("mode", True, f"{mode}{'' if mode == 'separated' else ': without prefill workers'}")
 
 
 def _port(port: int) -> Finding:

@@ -36,7 +36,8 @@ class RealCluster:
     (unless `expect_trouble`); after a failure the log's end is printed.
 
     settings: `role.field`, `name.field` or `common.field`, as `--set` takes them. warm: send each pair of workers a
-    request first, so that connections which stay open are in the baseline of open files.
+    request first, so that connections which stay open are in the baseline of open files. flags: more of `baton up`;
+    without prefill workers they say so themselves, by a --mode or --prefill 0.
     """
 
     entry: tuple[str, ...] = ("-m", "services.cli")
@@ -51,6 +52,7 @@ class RealCluster:
         restart: bool = True,
         warm: bool = True,
         model: str | None = None,
+        flags: tuple[str, ...] = (),
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.state_dir = directory / "state"
@@ -61,7 +63,8 @@ class RealCluster:
         self._warm = warm and model is None
         self._model = model
         self._flags = ["--state-dir", str(self.state_dir)]
-        self._flags += ["--prefill", str(prefill), "--decode", str(decode), *(["--model", model] if model else [])]
+        self._flags += [*(["--prefill", str(prefill)] if prefill else []), "--decode", str(decode), *flags]
+        self._flags += ["--model", model] if model else []
         self._flags += [] if restart else ["--no-restart"]
         self._flags += [part for key, value in (settings or {}).items() for part in ("--set", f"{key}={value}")]
         self._process: subprocess.Popen[bytes] | None = None

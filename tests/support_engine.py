@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ def undivided(prompt: tuple[int, ...], sampling: SamplingSpec, model: Model | No
 
 @asynccontextmanager
 async def running(
-    model: Model | None = None, executor: Executor | None = None, **settings: int
+    model: Model | None = None, executor: Executor | None = None, **settings: Any
 ) -> AsyncIterator[EngineBench]:
     sizes = {"num_pages": 64, "page_tokens": 4, "prefill_chunk": 16} | settings
     chosen = EngineSettings(**sizes)

@@ -64,7 +64,14 @@ def create_app(deps: GatewayDeps) -> web.Application:
         deps.generator, deps.text, deps.model_names, deps.max_model_len, deps.limits, metrics, deps.now, deps.guests
     )
     status = Status(
-        deps.model_names, deps.max_model_len, deps.registry, deps.health, deps.cluster, deps.version, deps.now
+        deps.model_names,
+        deps.max_model_len,
+        deps.registry,
+        deps.health,
+        deps.cluster,
+        deps.version,
+        deps.now,
+        deps.limits.mode,
     )
     app.router.add_post("/v1/chat/completions", completions.chat, name="chat")
     app.router.add_post("/v1/completions", completions.complete, name="completions")

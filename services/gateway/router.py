@@ -1,7 +1,8 @@
 """Which workers serve a request: pure functions over a snapshot of reports, so that they can be replayed.
 
-Default policy: P by least work ahead of the prompt, D by most free pages; nobody is chosen without announced room, and
-nobody whose circuit breaker is open while another can be chosen or waited for.
+Default policy: P by least work ahead of the prompt, D by most free pages, and where D computes the prompt itself by
+fewest prompts ahead of it; nobody is chosen without announced room, and nobody whose circuit breaker is open while
+another can be chosen or waited for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,11 +75,13 @@ class DefaultPolicy:
 
     def choose(self, demand: Demand, fleet: Fleet) -> Route | None:
         decodes, prefills = _candidates(demand, fleet)
-        decode = choose_decode(demand, [w for w in decodes if w.peer not in fleet.refused])
+        willing = [w for w in decodes if w.peer not in fleet.refused]
+        if prefills is None:
+            local = choose_local(demand, willing)
+            return None if local is None else Route(local, None)
+        decode = choose_decode(demand, willing)
         if decode is None:
             return None
-        if prefills is None:
-            return Route(decode, None)
         matching = _matching(decode, prefills, fleet)
         prefill = choose_prefill(demand, [w for w in matching if w.peer not in fleet.refused])
         return None if prefill is None else Route(decode, prefill)
@@ -133,6 +136,12 @@ def choose_decode(demand: Demand, decodes: Sequence[Worker]) -> Worker | None:
     return max(_able(demand, decodes), key=lambda w: (w.free_pages, w.peer), default=None)
 
 
+def choose_local(demand: Demand, decodes: Sequence[Worker]) -> Worker | None:
+    """The D with fewest prompts to compute, then the one with most free pages, among those with room."""
+    able = _able(demand, decodes)
+    return min(able, key=lambda w: (_prompts_ahead(w), -w.free_pages, w.peer), default=None)
+
+
 def pages_wanted(worker: Worker, demand: Demand) -> int:
     """What the worker will take for this request: its own arithmetic, from the settings it reports."""
     prompt = worker.pages_for(demand.prompt_len)
@@ -166,6 +175,12 @@ def has_room(worker: Worker, demand: Demand) -> bool:
 
 def _slots_wanted(worker: Worker, demand: Demand) -> int:
     return 1 if worker.report.role == "prefill" else demand.num_choices
+
+
+def _prompts_ahead(worker: Worker) -> int:
+    """What a D has not computed yet, and what it was asked for since its report."""
+    queues = worker.report.queues
+    return queues.get("waiting", 0) + queues.get("prefilling", 0) + len(worker.pending)
 
 
 def _work_ahead(worker: Worker) -> int:

@@ -135,7 +135,7 @@ class GatewayService(Service):
             return "no decode worker is ready"
         if self.settings.path == "remote" and not self.workers.ready("prefill"):
             return "no prefill worker is ready, and path is remote"
-        return None
+        return self.workers.of_another_mode(self.settings.mode)
 
     def cluster(self) -> dict[str, Any]:
         """The body of GET /cluster: every process's newest report, how old it is, and which of its legs this gateway
@@ -145,9 +145,10 @@ class GatewayService(Service):
         for (peer, leg), health in self.rooms.breakers.report(now).items():
             breakers.setdefault(peer, {})[leg] = health.value
         return {
+            "mode": self.settings.mode,
             "workers": [
                 worker.report.model_dump(mode="json")
                 | {"age_s": round(now - worker.seen_at, 3), "breakers": breakers.get(worker.peer, {})}
                 for worker in self.workers.all()
-            ]
+            ],
         }

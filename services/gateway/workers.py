@@ -13,6 +13,7 @@ from shared.protocol import subjects
 from shared.protocol.messages import MalformedMessage, WorkerReport, decode
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
+from shared.runtime.mode import Mode
 
 _SWEEP_S = 0.25
 _BURIED = 1024
@@ -167,6 +168,13 @@ class WorkerRegistry:
 
     def all(self) -> list[Worker]:
         return sorted(self._workers.values(), key=lambda w: (w.report.role, w.report.id))
+
+    def of_another_mode(self, mode: Mode) -> str | None:
+        """A worker that computes otherwise than a gateway of this mode asks for; what is measured would mislead."""
+        for worker in (*self.ready("prefill"), *self.ready("decode")):
+            if (other := worker.report.settings.get("mode", mode)) != mode:
+                return f"{worker.report.id} runs in mode {other}, the gateway in mode {mode}"
+        return None
 
     def is_shared(self) -> bool:
         """Whether several gateways compete for these workers. Our own reports come round as well."""

@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.launcher.errors import LaunchError
 from shared.runtime.cores import host_cores
 from shared.runtime.credentials import NatsSettings
+from shared.runtime.mode import Mode
 from shared.runtime.settings import PREFIX, ROLES, ConfigError, GatewaySettings, WorkerSettings, load_settings
 
 WORKER_ROLES = ("prefill", "decode")
@@ -18,9 +19,10 @@ Command = Callable[[str], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What was asked of `baton up`. sets: `role.field=value`, `name.field=value` or `common.field=value`."""
+    """What was asked of `baton up`. sets: `role.field=value`, `name.field=value` or `common.field=value`. num_prefill:
+    None for what the mode makes of it. mode: None where settings decide."""
 
-    num_prefill: int = 1
+    num_prefill: int | None = None
     num_decode: int = 1
     port: int | None = None
     model: str | None = None
@@ -29,6 +31,8 @@ class UpOptions:
     restart: bool = True
     sets: tuple[str, ...] = ()
     verbose: bool = False
+    mode: Mode | None = None
+    step_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,31 @@ def python_module(role: str) -> tuple[str, ...]:
 
 def process_names(options: UpOptions) -> list[tuple[str, str]]:
     """(name, role) of every process, in the order of their start."""
-    workers = [(f"prefill-{k}", "prefill") for k in range(options.num_prefill)]
+    workers = [(f"prefill-{k}", "prefill") for k in range(_num_prefill(options))]
     workers += [(f"decode-{k}", "decode") for k in range(options.num_decode)]
     return [("kvstore", "kvstore"), *workers, ("gateway", "gateway")]
+
+
+def _num_prefill(options: UpOptions) -> int:
+    if options.num_prefill is None:
+        return 1 if options.mode in (None, "separated") else 0
+    return options.num_prefill
+
+
+def settle_mode(options: UpOptions) -> UpOptions:
+    """The options, with the mode that flags, --set and variables make. LaunchError where they do not go together."""
+    try:
+        mode = load_settings(GatewaySettings, own_nats() | chosen_settings(options)["gateway"]).mode
+    except ConfigError as error:
+        raise LaunchError(str(error)) from error
+    if mode != "separated" and options.num_prefill:
+        raise LaunchError(
+            f"mode {mode} has no prefill workers, since every decode worker computes whole requests: leave --prefill "
+            "out, or say --mode separated"
+        )
+    if mode != "chunked" and options.step_tokens is not None:
+        raise LaunchError(f"--step-tokens is the budget of --mode chunked; this is mode {mode}")
+    return replace(options, mode=mode)
 
 
 def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
@@ -58,7 +84,13 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
     names = process_names(options)
     targets = {name: role for name, role in names} | {"sidecar": "sidecar"}
     chosen: dict[str, dict[str, str]] = {name: {} for name in targets}
-    flags = {"model": options.model, "device": options.device, "log_level": "debug" if options.verbose else None}
+    flags = {
+        "model": options.model,
+        "device": options.device,
+        "log_level": "debug" if options.verbose else None,
+        "mode": options.mode,
+        "step_tokens": None if options.step_tokens is None else str(options.step_tokens),
+    }
     for name, role in targets.items():
         chosen[name].update({k: v for k, v in flags.items() if v is not None and k in ROLES[role].model_fields})
     if options.port is not None:
@@ -90,7 +122,7 @@ def plan_processes(
 
     Raises LaunchError where a process would refuse its settings, so that nothing is started in vain.
     """
-    _check_heartbeats(options, chosen, given)
+    _check_together(options, chosen, given)
     shares = dict(zip(_worker_names(options), share_cores(host_cores(), len(_worker_names(options))), strict=True))
     specs = []
     for name, role in process_names(options):
@@ -110,13 +142,17 @@ def plan_processes(
     return specs
 
 
-def _check_heartbeats(options: UpOptions, chosen: Mapping[str, Mapping[str, str]], given: Mapping[str, str]) -> None:
-    """A worker that reports more rarely than the gateway expects would be taken for lost again and again."""
+def _check_together(options: UpOptions, chosen: Mapping[str, Mapping[str, str]], given: Mapping[str, str]) -> None:
+    """A worker that reports more rarely than the gateway expects would be taken for lost again and again. One that
+    computes in another mode would spoil whatever is measured."""
     try:
         gateway = load_settings(GatewaySettings, _fitting("gateway", given) | dict(chosen["gateway"]))
         for name in _worker_names(options):
             role = name.partition("-")[0]
-            heartbeat_s = load_settings(ROLES[role], _fitting(role, given) | dict(chosen[name])).heartbeat_s
+            settings = load_settings(ROLES[role], _fitting(role, given) | dict(chosen[name]))
+            heartbeat_s = settings.heartbeat_s
+            if isinstance(settings, WorkerSettings) and settings.mode != gateway.mode:
+                raise LaunchError(f"{name} would run in mode {settings.mode}, the gateway in mode {gateway.mode}")
             if gateway.worker_timeout_s <= 2 * heartbeat_s:
                 raise LaunchError(
                     f"{name}: heartbeat_s ({heartbeat_s:g}) must be below half of the gateway's worker_timeout_s "

@@ -18,6 +18,7 @@ from services.launcher.plan import (
     plan_processes,
     process_names,
     python_module,
+    settle_mode,
 )
 from services.launcher.state_dir import free_port, open_state_dir
 from shared.engine.weights.catalog import prepare
@@ -34,8 +35,9 @@ from shared.runtime.settings import (
 
 def up(options: UpOptions, console: Console, command: Command = python_module, *, prepare_model: bool = True) -> None:
     """Runs a cluster until it is told to end; LaunchError where it cannot. command: what to start, for each role."""
-    if options.num_prefill < 0 or options.num_decode < 1:
+    if (options.num_prefill or 0) < 0 or options.num_decode < 1:
         raise LaunchError("a cluster needs at least one decode worker (with --prefill 0 it computes prompts itself)")
+    options = settle_mode(options)
     chosen = chosen_settings(options)
     try:
         gateway = load_settings(GatewaySettings, own_nats() | chosen["gateway"])
@@ -62,8 +64,7 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
         display = Display(console, [name for name, _ in process_names(options)])
 
         def on_ready() -> None:
-            summary = f"{options.num_prefill} prefill, {options.num_decode} decode"
-            display.ready(url, served, summary, wants_key=bool(keys or gateway.api_keys_file))
+            display.ready(url, served, _summary(options), wants_key=bool(keys or gateway.api_keys_file))
 
         cluster = partial(Cluster, state_dir, display.line, display.phase, restart=options.restart)
         try:
@@ -88,6 +89,12 @@ def _prepare_models(options: UpOptions, chosen: dict[str, dict[str, str]], conso
         chosen[name]["model"] = str(prepared.directory)
         served = prepared.name
     return served
+
+
+def _summary(options: UpOptions) -> str:
+    roles = [role for _, role in process_names(options)]
+    workers = f"{roles.count('prefill')} prefill, {roles.count('decode')} decode"
+    return workers if options.mode == "separated" else f"{options.mode}, {roles.count('decode')} decode"
 
 
 def _url(host: str, port: str) -> str:

@@ -1,55 +1,55 @@
 """Which tokens a step computes beside plain decoding, and each group's share of a step as a row."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from shared.engine.batch import Row
 from shared.engine.sampler import SampleRow
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings
+from shared.engine.turns import Work, count_passes, in_turn, share_out
 
 
 def chunk_rows(
     groups: Collection[Group], num_decodes: int, settings: EngineSettings, eos_token_ids: frozenset[int]
 ) -> list[Row]:
-    """Prompts first come, first served, beside the rows of `num_decodes` choices. What is computed ahead has its turn
-    only when nobody waits for anything else."""
-    waited_for = _fill(_waited_for(groups, settings, eos_token_ids), num_decodes, settings)
-    return waited_for or _fill(_ahead(groups, settings, eos_token_ids), num_decodes, settings)
+    """The parts of prompts that a step computes beside the rows of `num_decodes` choices. What is computed ahead has
+    its turn only when nobody waits for anything else. groups: in the order of their start."""
+    works = _waited_for(groups, settings) or _ahead(groups)
+    if not works:
+        return []
+    parts = share_out(in_turn(works), num_decodes, settings)
+    count_passes(works, parts)
+    return [
+        _prompt_row(work.group, count, eos_token_ids)
+        if work.choice is None
+        else choice_row(work.group, work.choice, count, eos_token_ids)
+        for work, count in parts
+    ]
 
 
-def _fill(candidates: Iterable[Row], num_decodes: int, settings: EngineSettings) -> list[Row]:
-    """Beside decoding at most one chunk, so that token intervals stay short."""
-    rows: list[Row] = []
-    num_tokens = num_decodes
-    for row in candidates:
-        if rows and (num_decodes or num_tokens + len(row.tokens) > settings.max_step_tokens):
-            break
-        rows.append(row)
-        num_tokens += len(row.tokens)
-    return rows
-
-
-def _waited_for(groups: Iterable[Group], settings: EngineSettings, eos_token_ids: frozenset[int]) -> Iterator[Row]:
-    chunk = settings.prefill_chunk
+def _waited_for(groups: Iterable[Group], settings: EngineSettings) -> list[Work]:
+    works = []
     for group in groups:
         if group.phase is Phase.PROMPT:
             if not group.optimistic and group.ahead < settings.prefill_lead:
-                yield _prompt_row(group, chunk, eos_token_ids)
+                works.append(_prompt(group))
         elif group.phase is Phase.DECODING:
-            for choice in group.live:
-                if (pending := group.pending_len(choice)) > 1:
-                    yield choice_row(group, choice, min(chunk - choice.computed % chunk, pending), eos_token_ids)
+            behind = (choice for choice in group.choices if not choice.done and group.pending_len(choice) > 1)
+            works += [Work(group, choice, choice.computed, group.pending_len(choice)) for choice in behind]
+    return works
 
 
-def _ahead(groups: Iterable[Group], settings: EngineSettings, eos_token_ids: frozenset[int]) -> Iterator[Row]:
-    for group in groups:
-        if group.phase is Phase.PROMPT and group.optimistic:
-            yield _prompt_row(group, settings.prefill_chunk, eos_token_ids)
+def _ahead(groups: Iterable[Group]) -> list[Work]:
+    return [_prompt(group) for group in groups if group.phase is Phase.PROMPT and group.optimistic]
 
 
-def _prompt_row(group: Group, chunk: int, eos_token_ids: frozenset[int]) -> Row:
-    """The next part of the prompt, at most `chunk` tokens; the last part draws what has not been drawn before."""
-    start, end = group.computed, min(group.computed + chunk, group.prompt_len)
+def _prompt(group: Group) -> Work:
+    return Work(group, None, group.computed, group.prompt_len - group.computed)
+
+
+def _prompt_row(group: Group, count: int, eos_token_ids: frozenset[int]) -> Row:
+    """The next `count` tokens of the prompt; the last part draws what has not been drawn before."""
+    start, end = group.computed, group.computed + count
     samples: tuple[SampleRow, ...] = ()
     if end == group.prompt_len and not group.first:
         samples = tuple(_sample_row(group, choice, eos_token_ids) for choice in group.live if not choice.outputs)

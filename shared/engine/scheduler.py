@@ -23,8 +23,8 @@ from shared.transfer.link import TicketKey
 
 
 class Scheduler:
-    """Owns all groups. `groups` are in the order of their reservation, `_active` in the order of their start: the
-    order in which prompts are computed, and by which the youngest gives way."""
+    """Owns all groups. `groups` are in the order of their reservation, `_active` in the order of their start, by which
+    the youngest gives way; whose prompt has its turn, `turns.py` says."""
 
     def __init__(
         self,

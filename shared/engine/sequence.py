@@ -46,7 +46,8 @@ class Group:
     what was taken ahead for them then, with growth_tokens positions for each. max_new: tokens a choice may generate,
     after clipping. copies: still to be carried out, in the first step that runs a choice. ahead: chunks computed
     that the consumer has not taken. saved: its state in host memory, while it is preempted. gave_way: it was
-    preempted and has not come back. loading: the step under way brings its state back.
+    preempted and has not come back. loading: the step under way brings its state back. passed: tokens that groups which
+    started later computed while this one had some to compute.
 
     On P: asked: somebody takes its chunks. optimistic: it is computed though nobody does yet; attempts: how often
     that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn."""
@@ -69,6 +70,7 @@ class Group:
     saved: Saved | None = None
     gave_way: bool = False
     loading: bool = False
+    passed: int = 0
     in_step: bool = False
     retiring: bool = False
     asked: bool = False

@@ -4,20 +4,32 @@ from dataclasses import dataclass
 
 from shared.engine.models.base import Model
 from shared.runtime.errors import PoolExhausted
+from shared.runtime.mode import Mode, check_budget
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
+
+_COUNTS = (
+    "page_tokens",
+    "max_running",
+    "prefill_chunk",
+    "max_step_tokens",
+    "step_tokens",
+    "growth_tokens",
+    "prefill_lead",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """page_tokens: tokens a page. num_pages, or kv_bytes from which it follows: the pool.
 
-    max_running: sequences that may have request-indexed state at once (slots); bounds the decode batch.
-    prefill_chunk: prompt tokens a sequence computes in one step; chunk borders are multiples of it, whatever the load.
-    max_step_tokens: several prompts share a step up to this many tokens. growth_tokens: positions a reservation takes
-    beyond the prompt, for each choice. prefill_lead: chunks computed ahead of what the consumer has taken.
-    max_model_len: a limit below the model's own. stash_bytes: host memory for the state of those that gave way; what
-    finds no room there is computed again.
+    max_running: sequences that may have request-indexed state at once (slots); bounds the decode batch. mode: how
+    prompts are cut into steps. separated: into chunks whose borders are multiples of prefill_chunk, whatever the load.
+    colocated: not at all. chunked: so that no step has more than step_tokens tokens, running sequences included.
+    max_step_tokens: where not chunked, several prompts share a step up to this many. growth_tokens: positions a
+    reservation takes beyond the prompt, for each choice. prefill_lead: chunks computed ahead of what the consumer has
+    taken. max_model_len: a limit below the model's own. stash_bytes: host memory for the state of those that gave way;
+    what finds no room there is computed again.
     """
 
     page_tokens: int = 16
@@ -30,16 +42,18 @@ class EngineSettings:
     prefill_lead: int = 2
     max_model_len: int | None = None
     stash_bytes: int = 0
+    mode: Mode = "separated"
+    step_tokens: int = 256
 
     def __post_init__(self) -> None:
         if (self.num_pages is None) == (self.kv_bytes is None):
             raise ValueError("give either num_pages or kv_bytes")
-        counts = ("page_tokens", "max_running", "prefill_chunk", "max_step_tokens", "growth_tokens", "prefill_lead")
-        for name in counts:
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.stash_bytes < 0:
             raise ValueError(f"stash_bytes must not be negative, not {self.stash_bytes}")
+        check_budget(self.mode, self.step_tokens, self.max_running)
 
 
 def plan_layout(model: Model, settings: EngineSettings) -> PoolLayout:

@@ -25,6 +25,7 @@ from pydantic_settings import (
 )
 
 from shared.runtime.credentials import NatsSettings, masked, secret_fields
+from shared.runtime.mode import Mode, check_budget
 
 PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
@@ -137,8 +138,12 @@ class WorkerSettings(LinkSettings):
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="memory for the state of requests, as in 1GiB")
     num_pages: Positive | None = Field(None, description="pages of that memory, in place of kv_bytes")
     max_running: Positive = Field(64, description="sequences in one step, and request slots")
-    prefill_chunk: Positive = Field(256, description="prompt tokens computed at a time")
-    max_step_tokens: Positive = Field(512, description="tokens of a step, prompts and running sequences together")
+    mode: Mode = Field(
+        "separated", description="separated, colocated (no prefill workers) or chunked (the same, with step_tokens)"
+    )
+    prefill_chunk: Positive = Field(256, description="mode separated: prompt tokens computed at a time")
+    max_step_tokens: Positive = Field(512, description="modes but chunked: tokens up to which prompts share a step")
+    step_tokens: Positive = Field(256, description="mode chunked: most tokens of a step, running sequences first")
     growth_tokens: Positive = Field(256, description="tokens beyond the prompt that a reservation makes room for")
     max_model_len: Positive | None = Field(None, description="longest prompt and answer. Default: the model's")
     stash_bytes: ByteSize = Field(
@@ -154,7 +159,8 @@ class WorkerSettings(LinkSettings):
 
     @model_validator(mode="after")
     def _steps_hold_chunks(self) -> Self:
-        if self.max_step_tokens < self.prefill_chunk:
+        check_budget(self.mode, self.step_tokens, self.max_running)
+        if self.mode == "separated" and self.max_step_tokens < self.prefill_chunk:
             raise ValueError(
                 f"max_step_tokens ({self.max_step_tokens}) is below prefill_chunk ({self.prefill_chunk}); "
                 "raise the first or lower the second"
@@ -173,6 +179,14 @@ class PrefillSettings(WorkerSettings):
     optimistic_attempts: Annotated[int, Field(ge=0)] = Field(
         0, description="how often a prompt may be computed before its decode worker has said where to send it"
     )
+
+    @model_validator(mode="after")
+    def _there_are_prefill_workers(self) -> Self:
+        if self.mode != "separated":
+            raise ValueError(
+                f"mode {self.mode} has no prefill workers: start none, or set mode to separated for all processes"
+            )
+        return self
 
 
 class DecodeSettings(WorkerSettings):
@@ -203,10 +217,17 @@ class GatewaySettings(CommonSettings):
     bypass_limit: Positive = Field(32, description="how many later requests may pass one that waits for more room")
     bypass_s: Seconds = Field(2.0, description="and for how long; then workers are kept free until it fits")
     max_active: Positive = Field(2048, description="requests in hand at once; one more is answered 429")
+    mode: Mode = Field("separated", description="as the workers'; where it is not separated, all prompts are local")
     path: Literal["auto", "remote", "local"] = Field("auto", description="where a request without `path` prefills")
     worker_timeout_s: Seconds = Field(2.0, description="a worker silent for so long is taken for lost")
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")
+
+    @model_validator(mode="after")
+    def _path_exists(self) -> Self:
+        if self.path == "remote" and self.mode != "separated":
+            raise ValueError(f"path remote needs prefill workers, and mode {self.mode} has none; set path to auto")
+        return self
 
     @model_validator(mode="after")
     def _silence_is_longer_than_a_heartbeat(self) -> Self:

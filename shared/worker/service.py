@@ -63,6 +63,8 @@ class WorkerService(Service):
             max_running=settings.max_running,
             prefill_chunk=settings.prefill_chunk,
             max_step_tokens=settings.max_step_tokens,
+            mode=settings.mode,
+            step_tokens=settings.step_tokens,
             growth_tokens=settings.growth_tokens,
             max_model_len=settings.max_model_len,
             stash_bytes=int(settings.stash_bytes),
@@ -91,7 +93,14 @@ class WorkerService(Service):
         self.tasks.spawn_vital(watch.run(), "gateway-watch")
         await self.desk.start()
         pages = self._pool.layout.num_pages
-        log.info("%s: %d pages of %d tokens, %d compute threads", self.model_name, pages, settings.page_tokens, threads)
+        log.info(
+            "%s: mode %s, %d pages of %d tokens, %d compute threads",
+            self.model_name,
+            settings.mode,
+            pages,
+            settings.page_tokens,
+            threads,
+        )
 
     async def drain(self) -> None:
         """Tickets come to their end: P's when D has taken over or refused, D's with their last token."""

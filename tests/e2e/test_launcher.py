@@ -234,6 +234,24 @@ def test_reports_that_are_too_rare_are_refused_together() -> None:
         plan_processes(options, chosen_settings(options), {})
 
 
+@pytest.mark.parametrize(
+    ("flags", "env", "roles"),
+    [
+        (("--mode", "colocated", "--decode", "2"), {}, ["decode", "decode"]),
+        (("--mode", "chunked", "--step-tokens", "96", "--decode", "2"), {}, ["decode", "decode"]),
+        ((), {"BATON_MODE": "colocated"}, ["decode"]),
+    ],
+)
+def test_without_prefill_workers(start: Start, flags: tuple[str, ...], env: dict[str, str], roles: list[str]) -> None:
+    cluster = start(*flags, **env)
+    cluster.wait_ready()
+    started = [p.cmdline()[-1] for p in cluster.family if "standin_worker.py" in " ".join(p.cmdline())]
+    assert sorted(started) == [*roles, "gateway", "kvstore"]
+    mode = env.get("BATON_MODE", flags[1] if flags else "")
+    assert f"({mode}, {len(roles)} decode, " in cluster.text()
+    assert cluster.end() == 0
+
+
 def test_two_clusters_side_by_side_but_not_in_one_directory(start: Start, tmp_path: Path) -> None:
     first, second = start("--state-dir", "one"), start("--state-dir", "two")
     first.wait_ready()

@@ -11,6 +11,7 @@ from shared.bus.memory import Envelope, MemoryHub
 from shared.engine.settings import EngineSettings
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import BatonError
+from shared.runtime.mode import Mode
 from shared.transfer.fake import FakeNetwork
 from tests.sim.processes import Gateway, Process, Worker
 
@@ -45,6 +46,8 @@ class Cluster:
         step_s: float = 0.01,
         stash_bytes: int = 4096,
         optimistic_attempts: int = 0,
+        mode: Mode = "separated",
+        step_tokens: int = 32,
         policy: Callable[[Envelope], Iterable[float]] | None = None,
         on_built: Callable[[Process], None] = lambda process: None,
     ) -> None:
@@ -59,6 +62,8 @@ class Cluster:
             max_running=max_running,
             growth_tokens=growth_tokens,
             stash_bytes=stash_bytes,
+            mode=mode,
+            step_tokens=step_tokens,
         )
         self._prefill_shape = replace(self._shape, num_pages=prefill_pages or num_pages)
         self.optimistic_attempts = optimistic_attempts

@@ -8,8 +8,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
-from tests.sim.simulation import SeedResult, run_seed
+from shared.runtime.mode import Mode
+from tests.sim.simulation import SeedResult, mode_of, run_seed
 from tests.sim.table import missing, render
 
 _BATCH = 8
@@ -24,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
     began = time.monotonic()
     total = Total()
-    for result in _results(list(seeds), options.jobs):
+    for result in _results([(seed, options.mode or mode_of(seed)) for seed in seeds], options.jobs):
         total.add(result)
         if total.seeds % _SAY_EVERY == 0:
             print(f"{total.seeds} of {len(seeds)} seeds, {time.monotonic() - began:.0f} s", flush=True)
@@ -69,20 +71,26 @@ class Total:
         print(f"{wall_s:.0f} s, {cpu_s / max(1, self.seeds):.3f} CPU seconds a seed; violations: {self.failures}")
 
 
-def _results(seeds: list[int], jobs: int) -> Iterator[SeedResult]:
+def _results(seeds: list[tuple[int, Mode]], jobs: int) -> Iterator[SeedResult]:
     if jobs <= 1 or len(seeds) < 2 * _BATCH:
-        yield from map(run_seed, seeds)
+        yield from map(_run, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(run_seed, seeds, chunksize=_BATCH)
+        yield from pool.imap_unordered(_run, seeds, chunksize=_BATCH)
+
+
+def _run(seed: tuple[int, Mode]) -> SeedResult:
+    return run_seed(*seed)
 
 
 def _show_failure(result: SeedResult) -> None:
     assert result.violation is not None
     invariant, detail = result.violation
-    print(f"seed {result.seed} broke: {invariant}\n  {detail}\nthe last events:")
+    print(f"seed {result.seed} ({result.mode}) broke: {invariant}\n  {detail}\nthe last events:")
     print("\n".join(f"  {event}" for event in result.last_events))
-    print(f"again: {os.path.relpath(sys.executable)} -m tests.sim --seed {result.seed}\n", flush=True)
+    print(
+        f"again: {os.path.relpath(sys.executable)} -m tests.sim --seed {result.seed} --mode {result.mode}\n", flush=True
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=2000, help="how many (2000)")
     parser.add_argument("--first", type=int, default=0, help="the first one (0)")
     parser.add_argument("--seed", type=int, help="only this one, and show its last events")
+    parser.add_argument("--mode", choices=get_args(Mode), help="of all seeds (as the seed says: one in ten without P)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one a core)")
     parser.add_argument("--for-s", type=float, help="stop after so many seconds, with what there is")
     parser.add_argument("--max-failures", type=int, default=3, help="stop after so many (3)")

@@ -1,8 +1,9 @@
 """What a seed stands for: the cluster's size, who asks for what and when, and which faults strike where."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shared.runtime.mode import Mode
 from tests.sim.catalogue import NUM_KINDS, Kind, kind
 from tests.sim.table import TRIGGERED
 
@@ -66,6 +67,7 @@ class Plan:
     noise: dict[str, float]
     links: dict[str, float]
     triggers: tuple[Trigger, ...]
+    mode: Mode = "separated"
 
     @property
     def can_break(self) -> bool:
@@ -73,8 +75,25 @@ class Plan:
         return not self.quiet
 
 
-def draw(seed: int) -> Plan:
-    """The plan of a seed. Every third one is of single messages that go astray; the others have it all."""
+def draw(seed: int, mode: Mode = "separated") -> Plan:
+    """The plan of a seed. Every third one is of single messages that go astray; the others have it all. In the other
+    modes it is the same load, and what of the faults a cluster without prefill workers can have."""
+    plan = _draw(seed)
+    return plan if mode == "separated" else _without_prefill(plan, mode)
+
+
+def _without_prefill(plan: Plan, mode: Mode) -> Plan:
+    visits = []
+    for visit in plan.visits:
+        kind = visit.kind
+        can_fit = kind.pages(PAGE_TOKENS) <= plan.num_pages and kind.sampling.n <= plan.max_running
+        path = "local" if visit.path == "remote" else visit.path
+        visits.append(replace(visit, path=path, strict=False, can_fit=can_fit))
+    triggers = tuple(t for t in plan.triggers if t.role != "prefill" and "prefill" not in t.fault)
+    return replace(plan, mode=mode, visits=tuple(visits), triggers=triggers)
+
+
+def _draw(seed: int) -> Plan:
     rng = random.Random(seed)
     quiet = seed % 3 == 0
     num_pages = rng.choice((22, 26, 32, 40))

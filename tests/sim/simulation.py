@@ -13,6 +13,7 @@ import torch
 
 from services.gateway.attempt import Attempt
 from shared.machines.stepping import Event
+from shared.runtime.mode import Mode
 from tests.sim import determinism, rest
 from tests.sim.chaos import Chaos
 from tests.sim.client import Client, Outcome
@@ -34,6 +35,7 @@ class SeedResult:
     """What a seed did and found. violation: None if all invariants held."""
 
     seed: int
+    mode: Mode = "separated"
     hits: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -44,9 +46,15 @@ class SeedResult:
     last_events: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int) -> SeedResult:
+def mode_of(seed: int) -> Mode:
+    """In which mode a seed runs in a long run: every tenth has no prefill workers."""
+    modes: dict[int, Mode] = {7: "colocated", 17: "chunked"}
+    return modes.get(seed % 20, "separated")
+
+
+def run_seed(seed: int, mode: Mode = "separated") -> SeedResult:
     """Runs a seed to its end, or to the first violation. Must not be called inside a running loop."""
-    return Simulation(draw(seed)).run()
+    return Simulation(draw(seed, mode)).run()
 
 
 def _collect() -> None:
@@ -60,7 +68,7 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.watch = Watch()
-        self.result = SeedResult(plan.seed)
+        self.result = SeedResult(plan.seed, plan.mode)
         self._fault_free = False
         self._num_turns = 0
 
@@ -114,7 +122,7 @@ class Simulation:
     async def _main(self) -> None:
         plan = self.plan
         cluster = Cluster(
-            prefills=2,
+            prefills=2 if plan.mode == "separated" else 0,
             decodes=2,
             gateways=plan.gateways,
             page_tokens=PAGE_TOKENS,
@@ -126,6 +134,8 @@ class Simulation:
             stash_bytes=plan.stash_bytes,
             optimistic_attempts=plan.optimistic_attempts,
             step_s=plan.step_s,
+            mode=plan.mode,
+            step_tokens=max(plan.max_running, plan.prefill_chunk),
             on_built=self.watch.on_built,
         )
         chaos = self._chaos = Chaos(plan, cluster, self.watch)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from shared.runtime.mode import Mode
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.test_flows import oracles
 from tests.sim.virtual_time import run_virtual
@@ -23,11 +24,17 @@ TIGHT = {"num_pages": 40, "growth_tokens": 4, "max_running": 12}
 
 
 @pytest.mark.parametrize("stash_bytes", [0, 4500, PLENTY], ids=["recompute", "small stash", "stash"])
-@pytest.mark.parametrize("path", ["remote", "local"])
-def test_requests_that_outgrow_the_pool_together_end_with_the_right_tokens(path: str, stash_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "mode"), [("remote", "separated"), ("local", "separated"), ("local", "colocated"), ("local", "chunked")]
+)
+def test_requests_that_outgrow_the_pool_together_end_with_the_right_tokens(
+    path: str, mode: Mode, stash_bytes: int
+) -> None:
+    sizes = TIGHT | {"prefills": int(mode == "separated"), "step_tokens": 14}
+
     async def scenario() -> None:
         prompts = [prompt_of(9 + 3 * i, seed=i) for i in range(5)]
-        async with Cluster(stash_bytes=stash_bytes, **TIGHT) as cluster:  # type: ignore[arg-type]
+        async with Cluster(stash_bytes=stash_bytes, mode=mode, **sizes) as cluster:  # type: ignore[arg-type]
             asked = [cluster.ask(p, path=path, timeout_s=120, **SAMPLING) for p in prompts]  # type: ignore[arg-type]
             answers = await asyncio.gather(*asked)
             assert [a.error for a in answers] == [None] * 5

@@ -3,6 +3,7 @@ exactly, and with any one protection taken away it finds a violation."""
 
 import pytest
 
+from shared.runtime.mode import Mode
 from tests.sim.simulation import run_seed
 from tests.sim.table import FAULTS, PAIRS, STATES, impossible
 
@@ -15,6 +16,17 @@ def test_no_seed_breaks_an_invariant(first: int) -> None:
         result = run_seed(seed)
         assert result.violation is None, f"seed {seed}: {result.violation}; python -m tests.sim --seed {seed}"
         assert sum(result.outcomes.values()) >= 20
+
+
+@pytest.mark.parametrize("mode", ["colocated", "chunked"])
+def test_no_seed_breaks_an_invariant_without_prefill_workers(mode: Mode) -> None:
+    paths = 0
+    for seed in range(_A_GROUP):
+        result = run_seed(seed, mode)
+        assert result.violation is None, f"{result.violation}; python -m tests.sim --seed {seed} --mode {mode}"
+        assert sum(result.outcomes.values()) >= 20
+        paths += sum(count for (_, role, _), count in result.hits.items() if role == "prefill")
+    assert paths == 0, "a prefill worker had a part in it"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -10,7 +10,7 @@ from services.gateway.api.errors import ApiError, invalid
 from services.gateway.api.limits import HttpLimits
 from services.gateway.api.prompts import Prompt
 from services.gateway.api.schemas import BatonOptions, ChatBody, CompletionBody, GenerationBody
-from services.gateway.generation import GenerationRequest
+from services.gateway.generation import GenerationRequest, PathPolicy
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import ModelNotFound
 from shared.runtime.ids import new_seed
@@ -80,7 +80,7 @@ def make_plan(
                 request_id=context.request_id if len(prompts) == 1 else f"{context.request_id}-{position}",
                 prompt=prompt.ids,
                 sampling=sampling.model_copy(update={"max_tokens": budget, "seed": _seed(body)}),
-                path=baton.path or limits.default_path,
+                path=_path(baton.path, limits),
                 strict=baton.strict,
                 timeout_s=limits.request_timeout_s,
                 tenant=context.tenant,
@@ -100,6 +100,19 @@ def make_plan(
         token_ids=baton.token_ids,
         tell_baton=body.baton is not None,
     )
+
+
+def _path(wanted: PathPolicy | None, limits: HttpLimits) -> PathPolicy:
+    """Without prefill workers every prompt is computed by the worker that decodes, and that is no detour."""
+    if limits.mode == "separated":
+        return wanted or limits.default_path
+    if wanted == "remote":
+        raise invalid(
+            f"This server runs in mode '{limits.mode}' and has no prefill workers: the path cannot be 'remote'.",
+            "baton.path",
+            "unsupported_value",
+        )
+    return "local"
 
 
 def check_model(body: GenerationBody, served: Served) -> None:

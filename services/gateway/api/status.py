@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.api.body import shown
 from shared.runtime.errors import ModelNotFound
+from shared.runtime.mode import Mode
 from shared.runtime.telemetry import render_metrics
 
 
@@ -21,11 +22,13 @@ class Status:
         cluster: Callable[[], Mapping[str, Any]],
         version: str,
         now: Callable[[], float],
+        mode: Mode,
     ) -> None:
         self._registry = registry
         self._health = health
         self._cluster = cluster
         self._version = version
+        self._mode = mode
         self._models = {
             name: {
                 "id": name,
@@ -51,8 +54,8 @@ class Status:
         """200 once a request can be served; 503 with the reason before, and when the cluster is wedged."""
         reason = self._health()
         if reason is None:
-            return web.json_response({"status": "ok"})
-        return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+            return web.json_response({"status": "ok", "mode": self._mode})
+        return web.json_response({"status": "unavailable", "mode": self._mode, "reason": reason}, status=503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         body, content_type = render_metrics(self._registry)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import cache
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.engine.api import ChunkDone
 from shared.protocol.messages import FirstToken, SamplingSpec
+from shared.runtime.mode import Mode
 from shared.transfer.link import TicketKey
 from tests.support_engine import EngineBench, deliver, first_tokens, running, undivided
 
@@ -34,10 +36,11 @@ def alone(length: int, salt: int = 0, n: int = 1) -> list[list[int]]:
     page_tokens=st.sampled_from([1, 3, 4, 16]),
     prefill_chunk=st.sampled_from([1, 4, 7, 32]),
     max_step_tokens=st.sampled_from([1, 16, 64]),
+    mode=st.sampled_from(get_args(Mode)),
     requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3)), min_size=1, max_size=4),
 )
-def test_load_and_layout_do_not_change_tokens(
-    page_tokens: int, prefill_chunk: int, max_step_tokens: int, requests: list[tuple[int, int]]
+def test_load_layout_and_mode_do_not_change_tokens(
+    page_tokens: int, prefill_chunk: int, max_step_tokens: int, mode: Mode, requests: list[tuple[int, int]]
 ) -> None:
     async def run() -> list[list[list[int]]]:
         async with (
@@ -46,6 +49,9 @@ def test_load_and_layout_do_not_change_tokens(
                 page_tokens=page_tokens,
                 prefill_chunk=prefill_chunk,
                 max_step_tokens=max_step_tokens,
+                mode=mode,
+                step_tokens=max(12, max_step_tokens),
+                max_running=12,
             ) as bench,
             asyncio.TaskGroup() as tasks,
         ):

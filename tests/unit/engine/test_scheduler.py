@@ -1,6 +1,7 @@
 """What goes into a step, seen on the plans themselves."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from shared.transfer.link import TicketKey
 class Books:
     """A scheduler without an engine: every sample is token 7."""
 
-    def __init__(self, **settings: int) -> None:
+    def __init__(self, **settings: Any) -> None:
         sizes = {"num_pages": 128, "page_tokens": 4, "prefill_chunk": 8} | settings
         chosen = EngineSettings(**sizes)
         layout = plan_layout(Toy(), chosen)
@@ -60,14 +61,15 @@ class Books:
         return [(row.key.room, row.start, row.end) for row in plan.rows]
 
 
-def test_prompts_share_a_step_in_order_of_arrival_up_to_its_limit() -> None:
+def test_prompts_share_a_step_up_to_its_limit_those_with_least_left_first() -> None:
     books = Books(max_step_tokens=20, prefill_lead=100)
     books.prompt(1, 20)
     books.prompt(2, 10)
     books.prompt(3, 10)
-    assert books.step() == [(1, 0, 8), (2, 0, 8)]
-    assert books.step() == [(1, 8, 16), (2, 8, 10), (3, 0, 8)]
-    assert books.step() == [(1, 16, 20), (3, 8, 10)]
+    assert books.step() == [(2, 0, 8), (3, 0, 8)]
+    assert books.step() == [(2, 8, 10), (3, 8, 10), (1, 0, 8)]
+    assert books.step() == [(1, 8, 16)]
+    assert books.step() == [(1, 16, 20)]
     assert books.scheduler.schedule()[0] is None
 
 
@@ -96,7 +98,7 @@ def test_all_choices_decode_each_step_beside_at_most_one_chunk() -> None:
 def test_a_consumer_that_lags_holds_up_its_own_prompt_only() -> None:
     books = Books(max_step_tokens=8, prefill_lead=1)
     slow = books.prompt(1, 16)
-    books.prompt(2, 8)
+    books.prompt(2, 24)
     assert books.step() == [(1, 0, 8)]
     assert books.step() == [(2, 0, 8)]
     slow.ahead -= 1

@@ -73,6 +73,27 @@ def test_without_a_prefill_worker(demand: Demand, path: str | None) -> None:
         assert route.path == path
 
 
+def test_where_prompts_are_computed_by_d_the_one_with_fewest_ahead_is_chosen() -> None:
+    """Free pages say how much decodes there, which costs a prompt little."""
+    roomy = worker("decode", "d0", 90, queues={"prefilling": 1})
+    idle = worker("decode", "d1", 40, queues={"running": 9})
+    route = choose(LOCAL, [], [roomy, idle])
+    assert route is not None
+    assert route.decode is idle
+    idle.pending |= {1: 1, 2: 1}
+    route = choose(AUTO, [], [roomy, idle])
+    assert route is not None
+    assert route.decode is roomy
+
+
+async def test_a_worker_of_another_mode_is_named() -> None:
+    known = registry()
+    known.observe(report("decode", "d0", settings={"mode": "colocated"}))
+    assert known.of_another_mode("colocated") is None
+    known.observe(report("prefill", "p0", settings={"mode": "separated"}))
+    assert known.of_another_mode("colocated") == "p0 runs in mode separated, the gateway in mode colocated"
+
+
 def test_without_a_decode_worker_nothing_can_be_served() -> None:
     with pytest.raises(NoWorker, match="decode"):
         choose(LOCAL, [worker("prefill", "p0")], [])

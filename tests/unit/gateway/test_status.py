@@ -18,11 +18,26 @@ async def test_models(gateway: Any) -> None:
 
 async def test_health(gateway: Any) -> None:
     async with gateway.http.get(f"{gateway.url}/health") as response:
-        assert (response.status, await response.json()) == (200, {"status": "ok"})
+        assert (response.status, await response.json()) == (200, {"status": "ok", "mode": "separated"})
     gateway.reason = "no decode worker is alive"
     async with gateway.http.get(f"{gateway.url}/health") as response:
         assert response.status == 503
         assert (await response.json())["reason"] == "no decode worker is alive"
+
+
+@pytest.mark.parametrize("mode", ["colocated", "chunked"])
+async def test_without_prefill_workers_every_path_is_local_and_remote_is_refused(start: Any, mode: str) -> None:
+    gateway = await start(mode=mode, default_path="auto")
+    async with gateway.http.get(f"{gateway.url}/health") as response:
+        assert await response.json() == {"status": "ok", "mode": mode}
+    for baton in ({}, {"path": "auto", "strict": True}, {"path": "local"}):
+        await gateway.post("/v1/completions", model="toy", prompt="Say", baton=baton)
+        assert gateway.generation.request.path == "local"
+    asked = len(gateway.generator.generations)
+    status, body, _ = await gateway.post("/v1/completions", model="toy", prompt="Say", baton={"path": "remote"})
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "baton.path", "unsupported_value")
+    assert mode in body["error"]["message"]
+    assert len(gateway.generator.generations) == asked
 
 
 async def test_cluster_and_version(gateway: Any) -> None:

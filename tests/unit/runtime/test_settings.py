@@ -68,6 +68,8 @@ def test_an_empty_variable_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> Non
         ("BATON_NAME", "Decode 1", "may hold only a-z"),
         ("BATON_PREFILL_CHUNK", "4096", "max_step_tokens (512) is below prefill_chunk (4096)"),
         ("BATON_HEARTBEAT_S", "nan", "finite"),
+        ("BATON_MODE", "colocate", "mode: Input should be 'separated', 'colocated' or 'chunked'"),
+        ("BATON_STEP_TOKENS", "0", "step_tokens: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_mistake_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str) -> None:
@@ -75,6 +77,19 @@ def test_a_mistake_is_named_with_its_source(monkeypatch: pytest.MonkeyPatch, nam
     with pytest.raises(ConfigError) as caught:
         load_settings(DecodeSettings)
     assert said in str(caught.value)
+
+
+def test_a_mode_and_what_does_not_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_MODE", "chunked")
+    monkeypatch.setenv("BATON_PREFILL_CHUNK", "4096")  # not looked at in this mode
+    assert load_settings(DecodeSettings, {"step_tokens": "64"}).step_tokens == 64
+    with pytest.raises(ConfigError, match=r"decode: step_tokens \(63\) is below max_running \(64\)"):
+        load_settings(DecodeSettings, {"step_tokens": "63"})
+    with pytest.raises(ConfigError, match="prefill: mode chunked has no prefill workers"):
+        load_settings(PrefillSettings)
+    with pytest.raises(ConfigError, match="gateway: path remote needs prefill workers"):
+        load_settings(GatewaySettings, {"path": "remote"})
+    assert load_settings(GatewaySettings, {"path": "remote", "mode": "separated"}).path == "remote"
 
 
 def test_a_mistake_says_how_to_set_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
