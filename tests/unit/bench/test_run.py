@@ -14,8 +14,9 @@ import pytest_asyncio
 from aiohttp import web
 
 from services.bench.errors import BenchError
-from services.bench.run import BenchOptions, run_bench
-from services.bench.summary import Summary
+from services.bench.figures.summary import Summary
+from services.bench.options import BenchOptions
+from services.bench.run import run_bench
 from tests.unit.bench.stub_server import END, StubServer, event, piece, stub_server, three_tokens, usage
 
 
@@ -185,6 +186,7 @@ async def test_interrupted_it_prints_and_writes_what_it_has(server: StubServer, 
     assert "time to first token" in out.decode()
     assert "Traceback" not in err.decode()
     written = json.loads(json_file.read_text())
-    assert written["stopped"] is True
-    assert [request["outcome"] for request in written["requests"]] == ["ok", "ok", "cancelled"]
-    assert written["summary"]["succeeded"] == 2
+    (run,) = written["runs"]
+    assert run["stopped"] is True
+    assert [request["outcome"] for request in run["requests"]] == ["ok", "ok", "cancelled"]
+    assert run["summary"]["succeeded"] == 2
