@@ -57,6 +57,8 @@ class BenchOptions:
             raise BenchError("--burst makes arrival times and --trace has them; give one of the two")
         if self.trace is not None and self.trace.time_scale is not None and self.rate is not None:
             raise BenchError("--time-scale and --rate both stretch the time of the trace; give one of the two")
+        if self.rate is not None:
+            arrivals(self.rate, self.burst)
 
     @property
     def is_open(self) -> bool:
@@ -122,8 +124,13 @@ class CampaignOptions:
     def asked(self) -> tuple[NamedTarget, ...]:
         return self.targets or (NamedTarget("target", self.base.url),)
 
+    def describe(self) -> str:
+        others = ", ".join(f"{rate:g}" for rate in self.rates[1:])
+        return self.base.describe() + (f", and at {others} requests/s" if others else "")
+
     @property
     def is_single(self) -> bool:
+        """One run, of which everything can be shown."""
         return len(self.asked) * len(self.rates or (0,)) * self.rounds == 1
 
 

@@ -10,7 +10,7 @@ from services.bench.figures.cluster import ClusterHistory, WorkerSample, read_cl
 from services.bench.wire.client import Target
 
 _EVERY_S = 1.0
-_LAST_WORD_S = 2.0
+_LAST_WORD_S = 5.0
 _POLL_S = 0.1
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 

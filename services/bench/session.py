@@ -13,6 +13,7 @@ from rich.console import Console
 from services.bench.campaign import Campaign, Run, describe, run_campaign
 from services.bench.errors import BenchError
 from services.bench.options import CampaignOptions
+from services.bench.plan.trace import read_trace
 from services.bench.show.comparison import print_comparison, print_run
 from services.bench.show.plots import check_matplotlib, write_plots
 from services.bench.show.tables import print_result
@@ -47,6 +48,8 @@ def bench(options: CampaignOptions, outputs: Outputs, api_key: str | None, conso
     Raises BenchError where no load could be sent. Requests that fail raise nothing: they are figures.
     """
     outputs.check()
+    if options.base.trace is not None:
+        read_trace(options.base.trace.file)
     campaign = asyncio.run(_run(options, api_key, console))
     if options.is_single:
         print_result(console, campaign.runs[0].result)

@@ -31,7 +31,7 @@ def print_comparison(console: Console, campaign: Campaign) -> None:
     options, rows = campaign.options, campaign.compared()
     end = "  (stopped early: what there was by then)" if campaign.stopped else ""
     rounds = f", medians over {options.rounds} rounds" if options.rounds > 1 else ""
-    title = f"{options.base.describe()}{rounds}, limits: {options.base.limits.describe()}{end}"
+    title = f"{options.describe()}{rounds}, limits: {options.base.limits.describe()}{end}"
     console.print(f"\n{title}", style="bold", markup=False, highlight=False, soft_wrap=True)
     if rows:
         console.print(_table(rows, [target.name for target in options.asked], by_rate=len(options.rates) > 1))

@@ -81,7 +81,7 @@ def goodput_points(runs: Sequence[Run]) -> dict[str, Points]:
 
 def gaps_over_time(points: Mapping[str, Points], limits: Limits) -> "Figure":
     """A dot for each gap, where it ended."""
-    figure, axes = _figure("seconds since the load began", "gap (ms)")
+    figure, axes = _figure("seconds since the load began", "gap between pieces of an answer (ms)")
     for name, found in points.items():
         if found:
             axes.plot(
@@ -112,7 +112,8 @@ def cdf(values: Mapping[str, Sequence[float]], label: str, limit_s: float | None
 
 def goodput_against_rate(points: Mapping[str, Points], limits: Limits) -> "Figure":
     """The gray line is where every request meets the limits."""
-    figure, axes = _figure("requests sent per second", f"requests per second that met: {limits.describe()}")
+    figure, axes = _figure("requests sent per second", "requests per second that met the limits")
+    axes.set_title(limits.describe())
     rates = sorted({rate for found in points.values() for rate, _ in found})
     axes.plot(rates, rates, color="gray", linestyle="--", linewidth=1)
     for name, found in points.items():
