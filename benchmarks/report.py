@@ -13,6 +13,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from services.bench.figures.compare import ratio as ratio_of
+
 RESULTS = Path(__file__).parent / "results"
 _BUSY = 0.5
 _LEAST_WIDTH = 100
@@ -77,12 +79,9 @@ def figure(
     against: float | None = None,
     goal: float | None = None,
 ) -> Row:
-    """A row from its runs, of which there is at least one. Nothing spent counts as infinitely better."""
+    """A row from its runs, of which there is at least one. Nothing against something is infinitely better."""
     value = median(runs)
-    ratio = None
-    if against is not None:
-        above, below = (against, value) if less_is_better else (value, against)
-        ratio = above / below if below > 0 else math.inf
+    ratio = None if against is None else ratio_of(value, against, less_is_better)
     return Row(name, value, unit, against, ratio, goal, tuple(runs))
 
 

@@ -60,16 +60,11 @@ def test_a_cdf() -> None:
 
 def test_goodput_against_rate_takes_the_median_of_rounds() -> None:
     good, bad = [0.5, 1.0], [2.0, 4.0]
-    runs = [
-        run("a", 2.0, good, 1),
-        run("a", 2.0, good, 2),
-        run("a", 2.0, bad, 3),
-        run("a", 1.0, good),
-        run("b", 1.0, bad),
-    ]
+    runs = [run("a", 2.0, chunk_s, number) for number, chunk_s in enumerate((bad, good, bad), 1)]
+    runs += [run("a", 1.0, good), run("b", 1.0, bad)]
     stopped = Run("b", 2.0, 2, replace(result(good), stopped=True))
     points = goodput_points([*runs, stopped])
-    assert points == {"a": [(1.0, 1.0), (2.0, 1.0)], "b": [(1.0, 0.0)]}
+    assert points == {"a": [(1.0, 1.0), (2.0, 0.0)], "b": [(1.0, 0.0)]}
     (axes,) = goodput_against_rate(points, LIMITS).axes
     ideal, first, second = axes.lines
     assert (drawn(ideal), drawn(first), drawn(second)) == ([(1.0, 1.0), (2.0, 2.0)], points["a"], points["b"])

@@ -59,6 +59,11 @@ def test_equal_ids_give_equal_text_and_others_do_not() -> None:
     assert words(third) == words(one)[32:]
 
 
+def test_the_text_of_a_block_follows_from_its_id_wherever_a_replay_begins() -> None:
+    trace = [TraceLine(0.0, 1024, 32, (7, 8)), TraceLine(1.0, 512, 32, (9,))]
+    assert planned(trace)[1].prompt == planned(trace[1:])[0].prompt
+
+
 def test_the_seed_decides_the_text_and_nothing_else() -> None:
     trace = [TraceLine(0.0, 1024, 32, (7, 8)), TraceLine(1.0, 1024, 32, (7, 9))]
     first, again, other = planned(trace, seed=1), planned(trace, seed=1), planned(trace, seed=2)
