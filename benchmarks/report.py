@@ -13,8 +13,6 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from services.bench.figures.compare import ratio as ratio_of
-
 RESULTS = Path(__file__).parent / "results"
 _BUSY = 0.5
 _LEAST_WIDTH = 100
@@ -79,9 +77,14 @@ def figure(
     against: float | None = None,
     goal: float | None = None,
 ) -> Row:
-    """A row from its runs, of which there is at least one. Nothing against something is infinitely better."""
+    """A row from its runs, of which there is at least one. Nothing spent counts as infinitely better, and nothing
+    gained on either side as equal."""
     value = median(runs)
-    ratio = None if against is None else ratio_of(value, against, less_is_better)
+    ratio = None
+    if against is not None:
+        above, below = (against, value) if less_is_better else (value, against)
+        equal = value == against == 0
+        ratio = 1.0 if equal else above / below if below > 0 else math.inf
     return Row(name, value, unit, against, ratio, goal, tuple(runs))
 
 
