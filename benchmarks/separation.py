@@ -27,6 +27,7 @@ from benchmarks.separation_loads import (
     Cell,
     GapRun,
     all_records,
+    gap_load_s,
     measure_capacity,
     run_cell,
     run_gap_load,
@@ -100,7 +101,8 @@ def _measure(
     """All loads of one round at one cluster. Seeds go by round, so that all clusters get the same requests."""
     seed = number * _SEED_STEP
     with LocalCluster(*setup.flags) as cluster:
-        console.print(f"{title}: steady streams and long prompts ({asked.seconds:g} s) …")
+        length_s = gap_load_s(capacity.gap_rate, asked.seconds)
+        console.print(f"{title}: steady streams and long prompts ({length_s:.0f} s) …")
         gaps = run_gap_load(cluster.url, capacity.gap_rate, asked.seconds, seed)
         found.gaps[setup.name].append(gaps)
         share = gaps.steady.client_cpu_share

@@ -101,8 +101,19 @@ def measure_capacity(url: str) -> Capacity:
     return Capacity(result.summary.requests_per_s)
 
 
+def gap_load_s(rate: float, seconds: float) -> float:
+    """Long enough for two long prompts to arrive and be computed while the streams go on."""
+    return max(seconds, (2 + SHARE) / rate)
+
+
+def num_long_prompts(rate: float, seconds: float) -> int:
+    """Those that arrive early enough for one worker to compute them before the streams end."""
+    return int(rate * seconds - SHARE + 1e-6)
+
+
 def run_gap_load(url: str, rate: float, seconds: float, seed: int) -> GapRun:
-    return asyncio.run(_gap_load(url, rate, seconds, seed))
+    """For `seconds`, or as long as `gap_load_s` says."""
+    return asyncio.run(_gap_load(url, rate, gap_load_s(rate, seconds), seed))
 
 
 def run_cell(url: str, cell: Cell, seconds: float, seed: int) -> BenchResult:
@@ -148,7 +159,7 @@ async def _gap_load(url: str, rate: float, seconds: float, seed: int) -> GapRun:
         url=url,
         rate=rate,
         burst="0",
-        num_requests=max(1, int(rate * seconds)),
+        num_requests=num_long_prompts(rate, seconds),
         prompt_tokens=str(LONG_PROMPT),
         max_tokens=str(LONG_ANSWER),
         seed=seed + 1,

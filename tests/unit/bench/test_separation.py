@@ -1,7 +1,7 @@
 """The rows of `make bench-separation`, from runs made by hand."""
 
 from benchmarks.separation import CHUNKED, COLOCATED, SEPARATED, Found, make_rows
-from benchmarks.separation_loads import CELLS, LIMITS, Capacity, GapRun
+from benchmarks.separation_loads import CELLS, LIMITS, Capacity, GapRun, gap_load_s, num_long_prompts
 from services.bench.figures.records import RequestRecord
 from services.bench.figures.summary import summarize
 from services.bench.options import BenchOptions
@@ -56,3 +56,12 @@ def test_rows() -> None:
 def test_the_trace_is_as_many_prompt_tokens_as_the_long_prompts() -> None:
     capacity = Capacity(0.25)
     assert 0.15 * 2048 / 500 < capacity.trace_rate < 0.15 * 2048 / 300  # its prompts have about 400 tokens
+
+
+def test_long_prompts_are_computed_while_the_streams_go_on() -> None:
+    for rate in (0.005, 0.07, 0.5):
+        seconds = gap_load_s(rate, 30.0)
+        last_s = num_long_prompts(rate, seconds) / rate  # evenly spaced, the first one step after the begin
+        assert num_long_prompts(rate, seconds) >= 2
+        assert last_s + 0.6 / rate <= seconds + 1e-3  # a worker takes 0.6 of the time between two
+    assert gap_load_s(0.5, 30.0) == 30.0
