@@ -13,8 +13,9 @@ from rich.console import Console
 from benchmarks.local_cluster import LocalCluster
 from benchmarks.memory import memory_by_name, torch_process_without_weights
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
-from services.bench.records import RequestRecord
-from services.bench.run import BenchOptions, BenchResult, run_bench
+from services.bench.figures.records import RequestRecord
+from services.bench.options import BenchOptions
+from services.bench.run import BenchResult, run_bench
 from shared.engine.weights.catalog import prepare
 from shared.runtime.settings import DEFAULT_MODEL, GatewaySettings, load_settings
 

@@ -77,12 +77,14 @@ def figure(
     against: float | None = None,
     goal: float | None = None,
 ) -> Row:
-    """A row from its runs, of which there is at least one. Nothing spent counts as infinitely better."""
+    """A row from its runs, of which there is at least one. Nothing spent counts as infinitely better, and nothing
+    gained on either side as equal."""
     value = median(runs)
     ratio = None
     if against is not None:
         above, below = (against, value) if less_is_better else (value, against)
-        ratio = above / below if below > 0 else math.inf
+        equal = value == against == 0
+        ratio = 1.0 if equal else above / below if below > 0 else math.inf
     return Row(name, value, unit, against, ratio, goal, tuple(runs))
 
 

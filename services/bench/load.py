@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from services.bench.records import RequestRecord
-from services.bench.workload import PlannedRequest, Workload
+from services.bench.figures.records import RequestRecord
+from services.bench.plan.workload import PlannedRequest, Workload
 
 OnRecord = Callable[[RequestRecord], None]
 _PAUSE_AFTER_FAILURE_S = 0.1

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.bench.answer import Event, error_code, error_message, read_event
-from services.bench.sse import DONE, EventParser
+from services.bench.wire.answer import Event, error_code, error_message, read_event
+from services.bench.wire.sse import DONE, EventParser
 
 STREAM = b': hello\r\nevent: x\r\ndata: {"a": "\xc3\xa9"}\r\n\r\ndata:one\ndata: two\n\nid: 4\n\n\ndata: [DONE]\n\n'
 PAYLOADS = ['{"a": "é"}', "one\ntwo", DONE]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.bench.figures.records import RequestRecord
 from services.bench.load import Load
-from services.bench.records import RequestRecord
-from services.bench.workload import PlannedRequest
+from services.bench.plan.workload import PlannedRequest
 from tests.sim.virtual_time import run_virtual
 
 

@@ -50,3 +50,8 @@ def test_the_table_is_never_cut_and_says_when_the_machine_was_busy(
     assert "private-added-by-second-worker" in printed
     assert "≥ 20 MISSED" in printed
     assert ("Provisional" in printed) == (load > 1)
+
+
+def test_nothing_gained_on_either_side_is_equal() -> None:
+    assert figure("x", "requests/s", [0.0], less_is_better=False, against=0.0).ratio == 1.0
+    assert figure("x", "requests/s", [0.0], less_is_better=False, against=2.0).ratio == 0.0

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from typer.testing import CliRunner
 
+from services.bench.campaign import run_campaign
 from services.bench.errors import BenchError
-from services.bench.run import BenchOptions, run_bench
-from services.bench.summary import Summary
+from services.bench.figures.summary import Summary
+from services.bench.options import BenchOptions, CampaignOptions, NamedTarget
+from services.bench.run import run_bench
+from services.cli import app
 from tests.unit.bench.stub_server import END, StubServer, event, piece, stub_server, three_tokens, usage
 
 
@@ -186,6 +190,45 @@ async def test_interrupted_it_prints_and_writes_what_it_has(server: StubServer, 
     assert "time to first token" in out.decode()
     assert "Traceback" not in err.decode()
     written = json.loads(json_file.read_text())
-    assert written["stopped"] is True
-    assert [request["outcome"] for request in written["requests"]] == ["ok", "ok", "cancelled"]
-    assert written["summary"]["succeeded"] == 2
+    (run,) = written["runs"]
+    assert run["stopped"] is True
+    assert [request["outcome"] for request in run["requests"]] == ["ok", "ok", "cancelled"]
+    assert run["summary"]["succeeded"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--burst", "2/8"], "--burst says how requests of a --rate arrive"),
+        (["--rate", "1", "--rates", "1,2"], "--rate and --rates: give one of the two"),
+        (["--rate", "1", "--burst", "often"], "--burst often: write ON/OFF in seconds"),
+        (["--trace", "nowhere.jsonl"], "--trace nowhere.jsonl: No such file or directory"),
+        (["--compare", "http://127.0.0.1:1"], "--compare http://127.0.0.1:1: write NAME=URL"),
+        (["--json", "/nowhere/run.json"], "--json /nowhere/run.json: No such file or directory"),
+    ],
+)
+def test_mistakes_in_flags_are_told_before_anything_is_sent(flags: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["bench", *flags])
+    assert found.exit_code == 1
+    assert found.stderr.startswith(f"baton: {message}")
+    assert found.stderr.count("\n") == 1
+
+
+async def test_a_server_of_a_comparison_that_is_not_there_is_named(server: StubServer) -> None:
+    targets = (NamedTarget("one", server.url), NamedTarget("gone", "http://127.0.0.1:1"))
+    with pytest.raises(BenchError, match=r"^gone: nothing answers at http://127.0.0.1:1/v1/models"):
+        await run_campaign(CampaignOptions(BenchOptions(), targets))
+    assert server.bodies == []
+
+
+async def test_two_servers_get_the_same_requests_whatever_their_tokenizers(server: StubServer) -> None:
+    async with stub_server() as other:
+        other.counts = False
+        targets = (NamedTarget("one", server.url), NamedTarget("two", other.url))
+        base = BenchOptions(num_requests=3, prompt_tokens="40-90", max_tokens="2-9")
+        found = await run_campaign(CampaignOptions(base, targets, rounds=2))
+        assert server.bodies == other.bodies
+        assert len({body["prompt"] for body in server.bodies}) == 6
+    assert [(run.round, run.target) for run in found.runs] == [(1, "one"), (1, "two"), (2, "one"), (2, "two")]
+    assert all(0.0 < run.result.client_cpu_share < 1.5 for run in found.runs)
+    assert {row.metric for row in found.compared()} >= {"output", "first token p99", "largest gap p99"}

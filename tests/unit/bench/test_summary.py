@@ -2,8 +2,9 @@
 
 import pytest
 
-from services.bench.records import RequestRecord
-from services.bench.summary import Distribution, percentile, summarize
+from services.bench.figures.distribution import Distribution, percentile
+from services.bench.figures.records import RequestRecord
+from services.bench.figures.summary import summarize
 
 
 def answered(number: int, sent_s: float, chunk_s: list[float], **more: object) -> RequestRecord:

@@ -6,8 +6,9 @@ from itertools import islice
 import pytest
 
 from services.bench.errors import BenchError
-from services.bench.prompts import WORDS, Measure, PromptWriter
-from services.bench.workload import Lengths, PlannedRequest, SyntheticWorkload
+from services.bench.plan.arrivals import Gamma
+from services.bench.plan.prompts import WORDS, Measure, PromptWriter
+from services.bench.plan.workload import Lengths, PlannedRequest, SyntheticWorkload
 from tests.support_text import text_model
 
 
@@ -32,8 +33,8 @@ def test_wrong_lengths_say_what_to_write(text: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_load() -> None:
-    assert plan(3, rate=5.0, num_requests=20) == plan(3, rate=5.0, num_requests=20)
-    assert plan(3, rate=5.0, num_requests=20) != plan(4, rate=5.0, num_requests=20)
+    assert plan(3, arrivals=Gamma(5.0), num_requests=20) == plan(3, arrivals=Gamma(5.0), num_requests=20)
+    assert plan(3, arrivals=Gamma(5.0), num_requests=20) != plan(4, arrivals=Gamma(5.0), num_requests=20)
 
 
 def test_a_longer_run_begins_like_a_shorter_one() -> None:
@@ -51,7 +52,7 @@ def test_a_closed_load_by_duration_never_ends_by_itself() -> None:
 
 
 def test_arrivals_are_a_poisson_process() -> None:
-    times = [request.at_s or 0.0 for request in plan(rate=10.0, num_requests=4000)]
+    times = [request.at_s or 0.0 for request in plan(arrivals=Gamma(10.0), num_requests=4000)]
     gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
@@ -60,7 +61,7 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 
 def test_an_open_load_ends_with_its_duration() -> None:
-    times = [request.at_s or 0.0 for request in plan(rate=10.0, duration_s=50.0)]
+    times = [request.at_s or 0.0 for request in plan(arrivals=Gamma(10.0), duration_s=50.0)]
     assert times == sorted(times)
     assert times[-1] <= 50.0
     assert len(times) == pytest.approx(500, rel=0.2)

@@ -6,10 +6,10 @@ from typing import Any
 
 import aiohttp
 
-from services.bench.answer import error_message
-from services.bench.client import Api, Target
 from services.bench.errors import BenchError
-from services.bench.prompts import Measure, PromptWriter
+from services.bench.plan.prompts import Measure, PromptWriter
+from services.bench.wire.answer import error_message
+from services.bench.wire.client import Api, Target
 
 _PROBE_TIMEOUT_S = 120.0
 _QUICK_TIMEOUT_S = 10.0
@@ -41,7 +41,7 @@ async def find_target(
             )
     status, cluster = await _get(session, f"{url}/cluster", headers)
     is_baton = status == 200 and isinstance(cluster, dict) and isinstance(cluster.get("workers"), list)
-    return Target(url, api, model, is_baton, headers)
+    return Target(url, api, model, is_baton, headers, max_model_len=_max_model_len(listed, model))
 
 
 async def measure_words(session: aiohttp.ClientSession, target: Target) -> Measure | None:
@@ -105,4 +105,13 @@ def _first_model(listed: Any) -> str | None:
     try:
         return str(listed["data"][0]["id"])
     except (LookupError, TypeError):
+        return None
+
+
+def _max_model_len(listed: Any, model: str) -> int | None:
+    """Baton and vLLM say it."""
+    try:
+        found = next(each for each in listed["data"] if each["id"] == model)["max_model_len"]
+        return found if isinstance(found, int) else None
+    except (LookupError, TypeError, StopIteration):
         return None

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import aiohttp
 
-from services.bench.answer import Event, error_code, read_event
-from services.bench.records import RequestRecord
-from services.bench.sse import DONE, EventParser
-from services.bench.workload import PlannedRequest
+from services.bench.figures.records import RequestRecord
+from services.bench.plan.workload import PlannedRequest
+from services.bench.wire.answer import Event, error_code, read_event
+from services.bench.wire.sse import DONE, EventParser
 
 Api = Literal["completions", "chat"]
 ROUTES: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -18,7 +18,8 @@ ROUTES: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/co
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how it is asked. extra: fields of every request beyond those that OpenAI's API needs."""
+    """A server and how it is asked. extra: fields of every request beyond those that OpenAI's API needs. max_model_len:
+    where it says how long a prompt and its answer may be."""
 
     url: str
     api: Api
@@ -26,6 +27,7 @@ class Target:
     is_baton: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
 
     @property
     def route(self) -> str:

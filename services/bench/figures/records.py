@@ -1,9 +1,11 @@
 """What was observed of one request: written by the client while it happens, read by the summary afterwards."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
+
+from services.bench.figures.distribution import Distribution
 
 Outcome = Literal["ok", "error", "cancelled"]
 
@@ -40,6 +42,17 @@ class RequestRecord:
         return [later - earlier for earlier, later in pairwise(self.chunk_s)]
 
     @property
+    def largest_gap_s(self) -> float | None:
+        return max(self.gaps_s, default=None)
+
+    @property
+    def queue_s(self) -> float | None:
+        """What Baton says it waited, at the gateway and at the prefill worker; None from other servers."""
+        waits = [(self.timings or {}).get(name) for name in ("queue_s", "prefill_queue_s")]
+        known = [float(wait) for wait in waits if isinstance(wait, int | float)]
+        return sum(known) if known else None
+
+    @property
     def duration_s(self) -> float | None:
         return None if self.ended_s is None else self.ended_s - self.sent_s
 
@@ -62,7 +75,8 @@ class RequestRecord:
         return float(gap) if self.path == "remote" and isinstance(gap, int | float) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what was observed, and TTFT and gaps, so that no reader has to derive them."""
+        """For JSON: what was observed, and what no reader should have to derive."""
+        gaps_s = self.gaps_s
         return {
             "number": self.number,
             "planned_s": self.planned_s,
@@ -70,9 +84,12 @@ class RequestRecord:
             "outcome": self.outcome,
             "status": self.status,
             "error": self.error,
+            "queue_s": self.queue_s,
             "ttft_s": self.ttft_s,
             "duration_s": self.duration_s,
-            "gaps_s": self.gaps_s,
+            "handoff_gap_s": self.handoff_gap_s,
+            "gap_s": asdict(found) if (found := Distribution.of(gaps_s)) else None,
+            "gaps_s": gaps_s,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "path": self.path,

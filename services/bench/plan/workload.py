@@ -1,13 +1,14 @@
-"""What is sent, and when: an iterator of planned requests. A trace is another one of these."""
+"""What is sent, and when: an iterator of planned requests, drawn at random. `trace.py` has one that was recorded."""
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.bench.errors import BenchError
-from services.bench.prompts import PromptWriter
+from services.bench.plan.arrivals import Arrivals
+from services.bench.plan.prompts import PromptWriter
 
 _LENGTHS = re.compile(r"^\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?$")
 
@@ -57,7 +58,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticWorkload:
-    """rate: requests a second, arriving as a Poisson process; None: a closed load, next when a stream is free.
+    """arrivals: when they are sent; None: a closed load, next when a stream is free.
 
     Ends after num_requests; an open load also before the first arrival beyond duration_s. The same seed gives the same
     requests at the same times.
@@ -67,18 +68,37 @@ class SyntheticWorkload:
     prompt_tokens: Lengths
     max_tokens: Lengths
     seed: int
-    rate: float | None = None
+    arrivals: Arrivals | None = None
     num_requests: int | None = None
     duration_s: float | None = None
 
     def __iter__(self) -> Iterator[PlannedRequest]:
-        lengths, arrivals = random.Random(f"{self.seed}:lengths"), random.Random(f"{self.seed}:arrivals")
-        number, at_s = 0, 0.0
+        lengths = random.Random(f"{self.seed}:lengths")
+        times = None if self.arrivals is None else self.arrivals.times(self.seed)
+        number = 0
         while self.num_requests is None or number < self.num_requests:
-            if self.rate is not None:
-                at_s += arrivals.expovariate(self.rate)
-                if self.duration_s is not None and at_s > self.duration_s:
-                    return
+            at_s = None if times is None else next(times)
+            if at_s is not None and self.duration_s is not None and at_s > self.duration_s:
+                return
             prompt = self.writer.write(number, self.prompt_tokens.draw(lengths))
-            yield PlannedRequest(number, None if self.rate is None else at_s, prompt, self.max_tokens.draw(lengths))
+            yield PlannedRequest(number, at_s, prompt, self.max_tokens.draw(lengths))
             number += 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedWorkload:
+    """Requests that were made before, so that a run spends nothing on making them."""
+
+    requests: Sequence[PlannedRequest]
+    num_requests: int | None
+    duration_s: float | None
+
+    def __iter__(self) -> Iterator[PlannedRequest]:
+        return iter(self.requests)
+
+
+def prepared(workload: Workload, is_open: bool) -> Workload:
+    """The same, made now. A closed load without a number of requests has no end, and stays as it is."""
+    if workload.num_requests is None and not is_open:
+        return workload
+    return PreparedWorkload(tuple(workload), workload.num_requests, workload.duration_s)

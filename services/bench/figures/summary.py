@@ -5,36 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from services.bench.records import RequestRecord
+from services.bench.figures.distribution import Distribution
+from services.bench.figures.goodput import NO_LIMITS, Goodput, Limits, goodput
+from services.bench.figures.records import RequestRecord
 
 CountedBy = Literal["usage", "pieces", "mixed"]
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Between the two nearest of `ordered`, in proportion: at 0 the first, at 100 the last. Not empty."""
-    position = (len(ordered) - 1) * percent / 100
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> "Distribution | None":
-        """None values are left out; None where nothing is left."""
-        ordered = sorted(value for value in values if value is not None)
-        if not ordered:
-            return None
-        p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
-        return cls(len(ordered), sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +18,10 @@ class Summary:
 
     wall_s: from the first sending to the last end; rates are over it. gap_s: between pieces of one answer that carried
     text, over all of them; largest_gap_s: the largest of each request. token_time_s: mean time of a request's tokens
-    after the first. handoff_gap_s: first to second token at Baton's gateway, requests of path `remote`. late_s: sending
-    behind the plan, of an open load; where it is large, this client was the limit. counted_by `pieces`: the server gave
-    no usage, so a piece counts as a token.
+    after the first. handoff_gap_s: first to second token at Baton's gateway, requests of path `remote`. queue_s: what
+    Baton says they waited. late_s: sending behind the plan, of an open load; where it is large, this client was the
+    limit. counted_by `pieces`: the server gave no usage, so a piece counts as a token. moved_bytes: state that was
+    handed over, by Baton's own word.
     """
 
     requests: int
@@ -64,9 +40,12 @@ class Summary:
     token_time_s: Distribution | None
     duration_s: Distribution | None
     handoff_gap_s: Distribution | None
+    queue_s: Distribution | None
     late_s: Distribution | None
     prompt_len: Distribution | None
     completion_len: Distribution | None
+    moved_bytes: int
+    goodput: Goodput
     errors: dict[str, int]
     paths: dict[str, int]
 
@@ -74,7 +53,7 @@ class Summary:
         return asdict(self)
 
 
-def summarize(records: Sequence[RequestRecord]) -> Summary:
+def summarize(records: Sequence[RequestRecord], limits: Limits = NO_LIMITS) -> Summary:
     good = [record for record in records if record.outcome == "ok"]
     wall_s = _wall_s(records)
     completion = sum(record.num_tokens for record in good)
@@ -91,13 +70,16 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
         counted_by=_counted_by(good),
         ttft_s=Distribution.of(record.ttft_s for record in good),
         gap_s=Distribution.of(gap for record in good for gap in record.gaps_s),
-        largest_gap_s=Distribution.of(max(record.gaps_s, default=None) for record in good),
+        largest_gap_s=Distribution.of(record.largest_gap_s for record in good),
         token_time_s=Distribution.of(record.token_time_s for record in good),
         duration_s=Distribution.of(record.duration_s for record in good),
         handoff_gap_s=Distribution.of(record.handoff_gap_s for record in good),
+        queue_s=Distribution.of(record.queue_s for record in good),
         late_s=Distribution.of(record.sent_s - record.planned_s for record in records),
         prompt_len=Distribution.of(record.prompt_tokens for record in good),
         completion_len=Distribution.of(record.num_tokens for record in good),
+        moved_bytes=sum(_moved_bytes(record) for record in good),
+        goodput=goodput(records, limits, wall_s),
         errors=_counts(record.error for record in records if record.outcome == "error"),
         paths=_counts(record.path for record in good),
     )
@@ -107,6 +89,11 @@ def _wall_s(records: Sequence[RequestRecord]) -> float:
     """To the last moment that anything is known of."""
     ends = [moment for r in records for moment in (r.sent_s, r.ended_s, *r.chunk_s[-1:]) if moment is not None]
     return max(ends) - min(record.sent_s for record in records) if records else 0.0
+
+
+def _moved_bytes(record: RequestRecord) -> int:
+    moved = (record.timings or {}).get("bytes")
+    return sum(int(each) for each in moved.values()) if isinstance(moved, dict) else 0
 
 
 def _counted_by(good: Sequence[RequestRecord]) -> CountedBy:
