@@ -5,13 +5,15 @@ where set, else beside the source. Threads wait passively only where `OMP_WAIT_P
 torch was imported; without it a step on a busy machine costs tens of milliseconds a kernel.
 """
 
+import numpy as np
 import torch
 
 from kernels.cpu.activation import silu_mul
 from kernels.cpu.attention import paged_attention
-from kernels.cpu.linear import linear
+from kernels.cpu.linear import has_vectors, linear
 from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
 from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
+from kernels.packing import FORMATS, pack
 
 
 class CpuOps:
@@ -38,6 +40,8 @@ def _step(ops: CpuOps, num_tokens: int) -> None:
     ops.rms_norm(x, norm_weight, 1e-5)
     ops.add_rms_norm(x, x, norm_weight, 1e-5)
     ops.linear(x, torch.zeros(4, width))
+    for name in FORMATS if has_vectors() else ():
+        ops.linear(x, pack(np.ones((4, width), np.float32), name))
     ops.silu_mul(x)
     kv = torch.zeros(num_tokens, num_kv_heads, head_dim)
     kv_layer = torch.zeros(num_tokens, 2, num_kv_heads, 4, head_dim)
