@@ -8,7 +8,7 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.threads import compiled, inlined
-from kernels.cpu.tile import make_tile
+from kernels.cpu.tile import AHEAD_BYTES, make_tile
 from kernels.packing import PANEL, PackedWeight
 
 _ROWS = 6
@@ -30,25 +30,25 @@ def multiply(x: np.ndarray, weight: PackedWeight, bias: np.ndarray, out: np.ndar
 @inlined
 def _rows_times_panels(
     weights: np.ndarray, w_at: int, panel_size: int, num_panels: int, x: np.ndarray, x_at: int, width: int,
-    out: np.ndarray, out_at: int, out_width: int, count: int, fresh: bool, rows: int,
+    out: np.ndarray, out_at: int, out_width: int, count: int, fresh: bool, ahead: int, step: int, rows: int,
 ) -> None:  # fmt: skip
     w, size, o, n = w_at, panel_size, out_at, out_width
     if rows == 6:
-        _tile6(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile6(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     elif rows == 5:
-        _tile5(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile5(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     elif rows == 4:
-        _tile4(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile4(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     elif rows == 3:
-        _tile3(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile3(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     elif num_panels == 4:
-        _tile1x4(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile1x4(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     elif num_panels == 2:
-        _tile2x2(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile2x2(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     elif rows == 2:
-        _tile2(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile2(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
     else:
-        _tile1(weights, w, size, x, x_at, width, out, o, n, count, fresh)
+        _tile1(weights, w, size, x, x_at, width, out, o, n, count, fresh, ahead, step)
 
 
 @inlined
@@ -74,6 +74,7 @@ def _multiply(
     num_rows, width = x.shape
     out_width = out.shape[1]
     num_panels, panel_size = out_width // PANEL, width * PANEL
+    element_bytes = PANEL * weights.itemsize
     # A single row leaves registers free: several panels at once keep the units busy.
     together = 4 if num_rows == 1 else 2 if num_rows == 2 else 1
     width_block = min(width, _WIDTH_BLOCK)
@@ -90,12 +91,18 @@ def _multiply(
                 count = together if panel + together <= stop else 1
                 for k in range(0, width, width_block):
                     for tile in range(num_tiles):
+                        # Every tile asks for its share of the next panel: memory works while the sums do.
+                        at = (panel * width + k) * PANEL
+                        ahead, step = at + AHEAD_BYTES // weights.itemsize, element_bytes
+                        if num_tiles > 1:
+                            step = (element_bytes + num_tiles - 1) // num_tiles
+                            ahead = at + panel_size + tile * panel_size // num_tiles
                         row, next_row = tile * rows // num_tiles, (tile + 1) * rows // num_tiles
                         _rows_times_panels(
-                            weights, (panel * width + k) * PANEL, panel_size, count,
+                            weights, at, panel_size, count,
                             flat_x, (first_row + row) * width + k, width,
                             flat_out, (first_row + row) * out_width + panel * PANEL, out_width,
-                            min(width_block, width - k), k == 0, next_row - row,
+                            min(width_block, width - k), k == 0, ahead, step, next_row - row,
                         )  # fmt: skip
                 _finish(out, first_row, stop_row, panel * PANEL, count, scales, bias)
                 panel += count

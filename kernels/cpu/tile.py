@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from kernels.packing import PANEL
 
 LANES = 8
-_AHEAD_BYTES = 1024
+AHEAD_BYTES = 1024
 _LINE_BYTES = 64
 
 insert_function: Any = cgutils.get_or_insert_function
@@ -28,16 +28,17 @@ Sums = list[list[Any]]
 
 
 def make_tile(rows: int, panels: int) -> Any:
-    """tile(weights, w_at, panel_size, x, x_at, width, out, out_at, out_width, count, fresh): adds to (fresh: sets)
-    `rows` rows of out, `panels` panels of outputs each, the product over `count` elements of x. Flat arrays, and where
-    in them to begin. weights: float16 as uint16, or int8 without its scales."""
+    """tile(weights, w_at, panel_size, x, x_at, width, out, out_at, out_width, count, fresh, ahead, ahead_step): adds to
+    (fresh: sets) `rows` rows of out, `panels` panels of outputs each, the product over `count` elements of x. Flat
+    arrays, and where in them to begin. weights: float16 as uint16, or int8 without its scales. ahead: where weights
+    lie that will be wanted later, ahead_step bytes for each element of x; a tile of several panels knows by itself."""
 
     def tile(
         typing_context: Any, weights: Any, w_at: Any, panel_size: Any, x: Any, x_at: Any, width: Any, out: Any,
-        out_at: Any, out_width: Any, count: Any, fresh: Any,
+        out_at: Any, out_width: Any, count: Any, fresh: Any, ahead: Any, ahead_step: Any,
     ) -> Any:  # fmt: skip
         n = types.intp
-        signature = types.none(weights, n, n, x, n, n, out, n, n, n, types.boolean)
+        signature = types.none(weights, n, n, x, n, n, out, n, n, n, types.boolean, n, n)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return _Tile(context, builder, signature, arguments, rows, panels).emit()
@@ -52,12 +53,14 @@ class _Tile:
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any, rows: int, panels: int) -> None:
         self._context, self._builder = context, builder
-        weights, w_at, panel_size, x, x_at, width, out, out_at, out_width, self._count, self._fresh = arguments
+        weights, w_at, panel_size, x, x_at, width, out, out_at, out_width, *rest = arguments
+        self._count, self._fresh, ahead, self._ahead_step = rest
         self._size = signature.args[0].dtype.bitwidth // 8
         b = builder
         data = [self._data(signature.args[i], value) for i, value in ((0, weights), (3, x), (6, out))]
         starts = [b.gep(data[0], [b.add(w_at, b.mul(panel_size, i64(p)))]) for p in range(panels)]
         self._weights = [b.bitcast(start, i8.as_pointer()) for start in starts]
+        self._ahead = b.bitcast(b.gep(data[0], [ahead]), i8.as_pointer())
         self._x = [b.gep(data[1], [b.add(x_at, b.mul(width, i64(r)))]) for r in range(rows)]
         self._out = [b.gep(data[2], [b.add(out_at, b.mul(out_width, i64(r)))]) for r in range(rows)]
         self._columns = panels * PANEL // LANES
@@ -110,16 +113,23 @@ class _Tile:
     def _element(self, k: Any, sums: Sums, hint: bool) -> None:
         b = self._builder
         vectors = []
+        if hint and len(self._weights) == 1:
+            self._hint(b.gep(self._ahead, [b.mul(k, self._ahead_step)]))
         for start in self._weights:
             base = b.gep(start, [b.mul(k, i64(PANEL * self._size))])
-            if hint:  # the processor's own prefetcher stops at the end of each page
-                b.call(self._prefetch, [b.gep(base, [i64(_AHEAD_BYTES)]), i32(0), i32(3), i32(1)])
+            if hint and len(self._weights) > 1:
+                self._hint(b.gep(base, [i64(AHEAD_BYTES)]))
             halves = (b.gep(base, [i64(half * LANES * self._size)]) for half in range(PANEL // LANES))
             vectors += [self._weight(address) for address in halves]
         for r, start in enumerate(self._x):
             value = self._broadcast(b.load(b.gep(start, [k])))
             for j, vector in enumerate(vectors):
                 sums[r][j] = b.call(self._fma, [value, vector, sums[r][j]])
+
+    def _hint(self, address: Any) -> None:
+        """The processor's own prefetcher stops at the end of each page, and knows no next panel."""
+        keep_in_l2 = i32(2)
+        self._builder.call(self._prefetch, [address, i32(0), keep_in_l2, i32(1)])
 
     def _weight(self, address: Any) -> Any:
         b, stored = self._builder, _STORED[self._size]
