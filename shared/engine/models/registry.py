@@ -12,7 +12,7 @@ from shared.runtime.settings import ConfigError
 
 
 def load_model(
-    prepared_dir: Path, device: str = "cpu", dtype: str = "float32", weights: str | None = None
+    prepared_dir: Path, device: str = "cpu", dtype: str = "float32", weights: str | None = "float32"
 ) -> Model:  # fmt: skip
     """Maps the weights of a prepared directory, or makes the toy model, which needs no files, knows one device and one
     type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16; weights: the format

@@ -57,7 +57,7 @@ def test_the_identity_names_the_format(prepared: PreparedModel) -> None:
     names = ("float32", *LOGIT_ERROR)
     identities = [load_model(prepared.directory, weights=name).identity for name in names]
     assert identities == [f"{prepared.identity}:{name}" for name in names]
-    default = load_model(prepared.directory).identity
+    default = load_model(prepared.directory, weights=None).identity
     assert default == f"{prepared.identity}:{default_weights('cpu', 'float32', prepared.config.architecture)}"
 
 
