@@ -34,7 +34,7 @@ class Finding:
 
 def examine(console: Console, port: int) -> bool:
     """Prints one line for each check; whether all went well."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _model)
+    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _processor, _model)
     findings = [*(check() for check in checks), _port(port)]
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]no[/]"
@@ -92,6 +92,19 @@ def _nats() -> Finding:
 def _torch() -> Finding:
     there = find_spec("torch") is not None
     return Finding("torch", there, "installed" if there else "not installed", "" if there else "make install")
+
+
+def _processor() -> Finding:
+    """Nothing stands in the way: without them weights are unpacked, which is slow."""
+    if find_spec("numba") is None:
+        return Finding("processor", True, "what it can do is not known before numba is installed")
+    from kernels.cpu.vectors import NEEDED, has_vectors
+
+    named = ", ".join(NEEDED)
+    if has_vectors():
+        return Finding("processor", True, f"has {named}: weights in float16, int8 and int4 are fast")
+    hint = "keep --weights float32"
+    return Finding("processor", True, f"lacks some of {named}: weights in float16, int8 and int4 are slow", hint)
 
 
 def _model() -> Finding:

@@ -7,18 +7,13 @@ threads, ms: 1 row 22 (torch's best form 49), 8 rows 40 (51), 32 rows 83 (103); 
 blocked product wins.
 """
 
-import functools
-import platform
-from typing import Any
-
-import llvmlite.binding as llvm  # type: ignore[import-untyped]
-import numba
 import numpy as np
 import torch
 from numba import prange
 
 from kernels.cpu import nibbles, panels
 from kernels.cpu.threads import compiled
+from kernels.cpu.vectors import has_vectors
 from kernels.packing import PANEL, PackedWeight, unpack
 
 MAX_COMPILED_ROWS = 40
@@ -53,17 +48,6 @@ def fit_for_this_machine(weight: PackedWeight) -> PackedWeight | torch.Tensor:
     """The weight as `linear` takes it fastest: as it is, or unpacked, in memory of this process alone, on a processor
     that lacks the vector instructions the panels are made for."""
     return weight if has_vectors() else torch.from_numpy(unpack(weight))
-
-
-@functools.cache
-def has_vectors() -> bool:
-    """Whether compiled kernels may use AVX2, fused multiply-add and half-precision conversion."""
-    config: Any = numba.config
-    told = config.CPU_NAME or config.CPU_FEATURES  # numba then compiles for another processor than this one
-    if told or platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    features = llvm.get_host_cpu_features()
-    return all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
 
 
 @compiled

@@ -10,9 +10,10 @@ import torch
 
 from kernels.cpu.activation import silu_mul
 from kernels.cpu.attention import paged_attention
-from kernels.cpu.linear import has_vectors, linear
+from kernels.cpu.linear import linear
 from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
 from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
+from kernels.cpu.vectors import has_vectors
 from kernels.packing import FORMATS, pack
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.linear import has_vectors
 from kernels.cpu.ops import CpuOps, warm_up
+from kernels.cpu.vectors import has_vectors
 from kernels.ops import Ops
 from kernels.packing import FORMATS, PackedWeight, pack, take_rows, unpack
 from kernels.reference import ReferenceOps
@@ -136,8 +136,9 @@ def test_what_float16_cannot_hold_is_refused() -> None:
 
 PLAIN = """
 import numpy as np, torch
-from kernels.cpu.linear import fit_for_this_machine, has_vectors
+from kernels.cpu.linear import fit_for_this_machine
 from kernels.cpu.ops import CpuOps, warm_up
+from kernels.cpu.vectors import has_vectors
 from kernels.packing import FORMATS, pack, unpack
 warm_up()
 for name in FORMATS:
