@@ -14,6 +14,9 @@ BLOCK = 32
 FORMATS = ("float16", "int8", "int4")
 """What `pack` makes; float32 is not packed."""
 
+VECTOR_FLAGS = ("avx2", "fma", "f16c")
+"""What a processor needs for the kernels that multiply packed weights as they lie."""
+
 _GROUP = 4
 _HALF_MAX = 65504.0
 

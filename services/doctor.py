@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kernels.packing import VECTOR_FLAGS
 from services.launcher.errors import LaunchError
 from services.launcher.state_dir import free_port
 from shared.bus.server import NatsServerError, find_nats_server
@@ -96,15 +97,15 @@ def _torch() -> Finding:
 
 def _processor() -> Finding:
     """Nothing stands in the way: without them weights are unpacked, which is slow."""
-    if find_spec("numba") is None:
-        return Finding("processor", True, "what it can do is not known before numba is installed")
-    from kernels.cpu.vectors import NEEDED, has_vectors
-
-    named = ", ".join(NEEDED)
-    if has_vectors():
-        return Finding("processor", True, f"has {named}: weights in float16, int8 and int4 are fast")
-    hint = "keep --weights float32"
-    return Finding("processor", True, f"lacks some of {named}: weights in float16, int8 and int4 are slow", hint)
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return Finding("processor", True, "what it can do is not known: there is no /proc/cpuinfo")
+    missing = [name for name in VECTOR_FLAGS if name not in flags]
+    if not missing:
+        return Finding("processor", True, "weights in float16, int8 and int4 are fast")
+    found = f"has no {', '.join(missing)}: weights in float16, int8 and int4 work, and are slow"
+    return Finding("processor", True, found, "keep --weights float32")
 
 
 def _model() -> Finding:

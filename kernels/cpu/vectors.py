@@ -7,7 +7,7 @@ from typing import Any
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numba
 
-NEEDED = ("avx2", "fma", "f16c")
+from kernels.packing import VECTOR_FLAGS
 
 
 @functools.cache
@@ -18,4 +18,4 @@ def has_vectors() -> bool:
     if told or platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     features = llvm.get_host_cpu_features()
-    return all(features.get(name, False) for name in NEEDED)
+    return all(features.get(name, False) for name in VECTOR_FLAGS)
