@@ -6,7 +6,7 @@ from shared.runtime.settings import ConfigError
 FLOAT32 = "float32"
 
 _ANY_FAMILY = ""
-_DEFAULTS = {("cpu", _ANY_FAMILY): FLOAT32, ("cuda", _ANY_FAMILY): FLOAT32}
+_DEFAULTS = {("cpu", _ANY_FAMILY): "float16", ("cuda", _ANY_FAMILY): FLOAT32}
 """By device and family. On a GPU the type that is computed in is also that of the weights."""
 
 
