@@ -11,10 +11,14 @@ from typing import Protocol
 
 import torch
 
+from kernels.packing import PackedWeight
+
 
 class Ops(Protocol):
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] times weight [out, in] -> [T, out]."""
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, in] times weight [out, in] -> [T, out]. Where the weight is packed, x and the sums are float32."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[T, H] -> [T, H], statistics in float32."""

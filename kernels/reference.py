@@ -3,12 +3,18 @@ fall-back on any device."""
 
 import torch
 
+from kernels.packing import PackedWeight, unpack
+
 
 class ReferenceOps:
     """Ops on whatever device their tensors are on; obvious, not fast. Pages, and what says where in them, may be on
     another device than the step and of another type."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(weight, PackedWeight):
+            weight = torch.from_numpy(unpack(weight)).to(x)
         return torch.nn.functional.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -59,6 +59,9 @@ def up(
     step_tokens: Annotated[
         int | None, typer.Option(help="With --mode chunked: most tokens of a step. [default: 256]", min=1)
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Format of the weights on a CPU: float32, float16, int8 or int4.")
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the cluster keeps its files. [default: new]")] = None,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Leave dead what dies.")] = False,
     sets: Annotated[
@@ -83,6 +86,7 @@ def up(
         port=port,
         model=model,
         device=device,
+        weights=weights,
         state_dir=state_dir,
         restart=not no_restart,
         sets=tuple(sets or ()),
@@ -178,9 +182,12 @@ def models_list() -> None:
 
 
 @models_app.command("prepare", epilog="Example: `baton models prepare ~/models/my-llama.gguf`")
-def models_prepare(model: ModelArgument = None) -> None:
+def models_prepare(
+    model: ModelArgument = None,
+    weights: Annotated[str | None, typer.Option(help="Also in this format: float16, int8 or int4.")] = None,
+) -> None:
     """Prepares a model, once: fetches what has a name, and lays the weights out for all workers to map."""
-    typer.echo(_prepare(model))
+    typer.echo(_prepare(model, weights))
 
 
 @models_app.command("path", epilog="Example: `baton serve decode --model $(baton models path)`")
@@ -198,17 +205,20 @@ def _cache_dir() -> Path:
         raise _fail(error) from error
 
 
-def _prepare(model: str | None) -> Path:
+def _prepare(model: str | None, weights: str | None = None) -> Path:
     from services.launcher.display import ModelProgress
     from shared.engine.weights.catalog import prepare
     from shared.engine.weights.errors import InvalidModel
-    from shared.runtime.settings import DEFAULT_MODEL
+    from shared.engine.weights.packed import prepare_weights
+    from shared.runtime.settings import DEFAULT_MODEL, ConfigError
 
     name = model or DEFAULT_MODEL
     try:
         with ModelProgress(Console(stderr=True, highlight=False), name) as progress:
-            return prepare(name, _cache_dir(), progress).directory
-    except InvalidModel as error:
+            prepared = prepare(name, _cache_dir(), progress)
+            prepare_weights(prepared, "cpu", "float32", weights, progress)
+            return prepared.directory
+    except (InvalidModel, ConfigError) as error:
         raise _fail(error) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kernels.packing import VECTOR_FLAGS
 from services.launcher.errors import LaunchError
 from services.launcher.state_dir import free_port
 from shared.bus.server import NatsServerError, find_nats_server
@@ -34,7 +35,7 @@ class Finding:
 
 def examine(console: Console, port: int) -> bool:
     """Prints one line for each check; whether all went well."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _model, _mode)
+    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _processor, _model, _mode)
     findings = [*(check() for check in checks), _port(port)]
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]no[/]"
@@ -92,6 +93,19 @@ def _nats() -> Finding:
 def _torch() -> Finding:
     there = find_spec("torch") is not None
     return Finding("torch", there, "installed" if there else "not installed", "" if there else "make install")
+
+
+def _processor() -> Finding:
+    """Nothing stands in the way: without them weights are unpacked, which is slow."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return Finding("processor", True, "what it can do is not known: there is no /proc/cpuinfo")
+    missing = [name for name in VECTOR_FLAGS if name not in flags]
+    if not missing:
+        return Finding("processor", True, "weights in float16, int8 and int4 are fast")
+    found = f"has no {', '.join(missing)}: weights in float16, int8 and int4 work, and are slow"
+    return Finding("processor", True, found, "keep --weights float32")
 
 
 def _model() -> Finding:

@@ -1,4 +1,4 @@
-"""x times weight transposed in float32.
+"""x times weight transposed: plain float32 here, packed weights by panels.py and nibbles.py.
 
 A decode step multiplies a few rows by all weights, so it is bound by reading them once: torch does not thread
 a single row at all and reaches half of the memory's speed at a handful. The compiled product reads each
@@ -11,12 +11,21 @@ import numpy as np
 import torch
 from numba import prange
 
+from kernels.cpu import nibbles, panels
 from kernels.cpu.threads import compiled
+from kernels.cpu.vectors import has_vectors
+from kernels.packing import PANEL, PackedWeight, unpack
 
 MAX_COMPILED_ROWS = 40
 
+_NO_BIAS = np.empty(0, np.float32)
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    if isinstance(weight, PackedWeight):
+        return _packed(x, weight, bias)
     num_rows = x.shape[0]
     plain = x.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
     if num_rows > MAX_COMPILED_ROWS or not plain:
@@ -24,6 +33,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     out = torch.empty(num_rows, weight.shape[0])
     _few_rows(x.contiguous().numpy(), weight.numpy(), out.numpy(), torch.get_num_threads())
     return out if bias is None else out.add_(bias)
+
+
+def _packed(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    num_rows, num_out = x.shape[0], weight.num_out
+    out = torch.empty(num_rows, -(-num_out // PANEL) * PANEL)
+    shift = _NO_BIAS if bias is None else bias.contiguous().numpy()
+    multiply = nibbles.multiply if weight.format == "int4" else panels.multiply
+    multiply(x.contiguous().numpy(), weight, shift, out.numpy(), torch.get_num_threads())
+    return out if num_out == out.shape[1] else out[:, :num_out].contiguous()
+
+
+def fit_for_this_machine(weight: PackedWeight) -> PackedWeight | torch.Tensor:
+    """The weight as `linear` takes it fastest: as it is, or unpacked, in memory of this process alone, on a processor
+    that lacks the vector instructions the panels are made for."""
+    return weight if has_vectors() else torch.from_numpy(unpack(weight))
 
 
 @compiled

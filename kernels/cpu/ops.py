@@ -14,6 +14,8 @@ from kernels.cpu.linear import linear
 from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
 from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
 from kernels.cpu.sampling import pick, uniform
+from kernels.cpu.vectors import has_vectors
+from kernels.packing import FORMATS, pack
 
 
 class CpuOps:
@@ -43,6 +45,8 @@ def _step(ops: CpuOps, num_tokens: int) -> None:
     ops.rms_norm(x, norm_weight, 1e-5)
     ops.add_rms_norm(x, x, norm_weight, 1e-5)
     ops.linear(x, torch.zeros(4, width))
+    for name in FORMATS if has_vectors() else ():
+        ops.linear(x, pack(np.ones((4, width), np.float32), name))
     ops.silu_mul(x)
     kv = torch.zeros(num_tokens, num_kv_heads, head_dim)
     kv_layer = torch.zeros(num_tokens, 2, num_kv_heads, 4, head_dim)

@@ -112,7 +112,12 @@ def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Seque
     """The Ps that can hand over to this D."""
     matching = [w for w in prefills if w.report.identity == decode.report.identity]
     if not matching:
-        raise NoWorker("no prefill worker holds the model of the decode worker", retry_after_s=1.0)
+        theirs = ", ".join(sorted({w.report.identity or "nothing" for w in prefills}))
+        raise NoWorker(
+            f"no prefill worker holds the model of the decode worker: prefill holds {theirs}, "
+            f"decode holds {decode.report.identity}",
+            retry_after_s=1.0,
+        )
     return usable(matching, "prefill", fleet.shut, _peer)
 
 

@@ -27,6 +27,7 @@ class UpOptions:
     port: int | None = None
     model: str | None = None
     device: str | None = None
+    weights: str | None = None
     state_dir: Path | None = None
     restart: bool = True
     sets: tuple[str, ...] = ()
@@ -90,6 +91,7 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
         "log_level": "debug" if options.verbose else None,
         "mode": options.mode,
         "step_tokens": None if options.step_tokens is None else str(options.step_tokens),
+        "weights": options.weights,
     }
     for name, role in targets.items():
         chosen[name].update({k: v for k, v in flags.items() if v is not None and k in ROLES[role].model_fields})

@@ -23,6 +23,7 @@ from services.launcher.plan import (
 from services.launcher.state_dir import free_port, open_state_dir
 from shared.engine.weights.catalog import prepare
 from shared.engine.weights.errors import InvalidModel
+from shared.engine.weights.packed import prepare_weights
 from shared.runtime.settings import (
     ROLES,
     ConfigError,
@@ -84,7 +85,9 @@ def _prepare_models(options: UpOptions, chosen: dict[str, dict[str, str]], conso
         with ModelProgress(console, settings.model) as progress:
             try:
                 prepared = prepare(settings.model, settings.cache_dir.absolute(), progress)
-            except InvalidModel as error:
+                if isinstance(settings, WorkerSettings):
+                    prepare_weights(prepared, settings.device, settings.dtype, settings.weights, progress)
+            except (InvalidModel, ConfigError) as error:
                 raise LaunchError(f"model {settings.model}: {error}") from error
         chosen[name]["model"] = str(prepared.directory)
         served = prepared.name

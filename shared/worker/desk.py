@@ -84,7 +84,7 @@ class WorkerDesk(ABC, Generic[T]):
         if self.draining:
             return _no("ticket_denied", "this worker is draining")
         if order.identity != self.engine.identity:
-            return _no("identity_mismatch", f"this worker serves {self.engine.identity}")
+            return _no("identity_mismatch", f"this worker serves {self.engine.identity}, not {order.identity}")
         ticket = make()
         try:
             self._reserve(ticket, decodes)

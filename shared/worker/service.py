@@ -14,6 +14,7 @@ from shared.engine.models.registry import check_device, load_model
 from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.engine.weights.catalog import prepare
+from shared.engine.weights.formats import check_weights
 from shared.protocol.messages import Pages, WorkerReport
 from shared.runtime.cores import host_cores
 from shared.runtime.deps import Deps
@@ -171,15 +172,17 @@ class WorkerService(Service):
 
     def _load(self) -> Model:
         check_device(self.settings.device)
+        check_weights(self.settings.device, self.settings.dtype, self.settings.weights)
         if self.settings.model == "toy":
             self.model_name = "toy"
             return load_model(Path("toy"), self.settings.device)
         if self.settings.device == "cpu":
             log.info("preparing the kernels (compiled once on a machine, in about half a minute)")
             warm_up()
-        prepared = prepare(self.settings.model, self.settings.cache_dir)
+        settings = self.settings
+        prepared = prepare(settings.model, settings.cache_dir)
         self.model_name = prepared.name
-        return load_model(prepared.directory, self.settings.device, self.settings.dtype)
+        return load_model(prepared.directory, settings.device, settings.dtype, settings.weights)
 
     def _on_sidecar_restart(self) -> None:
         self.counters.add("sidecar_restarts")

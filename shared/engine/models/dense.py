@@ -4,18 +4,24 @@ numbers they bring: biases, norms of q and k, a stretched rotary embedding.
 Shapes: T new tokens, H hidden, Hq / Hkv query and key-value heads of D, F inner size of the MLP.
 """
 
-import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels.ops import Ops, get_ops
+from kernels.packing import PackedWeight, take_rows
 from kernels.reference import ReferenceOps
 from shared.engine.models.base import Batch
 from shared.engine.weights.catalog import PreparedModel
 from shared.engine.weights.dense import DenseNumbers, check_numbers
-from shared.engine.weights.prepared import KV_DTYPE, WEIGHTS_DTYPE, open_weights
+from shared.engine.weights.formats import FLOAT32
+from shared.engine.weights.packed import open_packed
+from shared.engine.weights.prepared import KV_DTYPE, open_weights
 from shared.state.components import IndexKind, StateComponent
+
+Matrix = torch.Tensor | PackedWeight
+Weights = dict[str, Matrix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +29,11 @@ class DenseLayer:
     """The weights of one layer, [out, in] each, never written. None: this model has none of it."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Matrix
+    o: Matrix
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
@@ -42,20 +48,20 @@ class DenseDecoder:
     Weights on any device and of any float type; the state is float32 and may lie on another device.
     """
 
-    def __init__(self, prepared: PreparedModel, weights: dict[str, torch.Tensor], ops: Ops) -> None:
+    def __init__(self, prepared: PreparedModel, weights: Weights, ops: Ops, weights_name: str) -> None:
         config = prepared.config
         self._embed = weights["embed"]  # [vocab, H]
-        self.identity = identity_in(prepared.identity, self._embed.dtype)
+        self.identity = identity_in(prepared.identity, weights_name)
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self.eos_token_ids = frozenset(config.eos_token_ids)
         self._numbers = n = check_numbers(DenseNumbers, prepared.directory, **config.numbers)
         self._ops = ops
-        self._norm = weights["norm"]  # [H]
+        self._norm = _plain(weights, "norm")  # [H]
         self._lm_head = self._embed if n.tied else weights["lm_head"]  # [vocab, H]
         self._layers = tuple(_layer(weights, f"layers.{i}.") for i in range(n.num_layers))
-        table = _cos_sin(weights["rope_inv_freq"], self.max_model_len) * n.rope_attention_factor
-        self._cos_sin = table.to(self._embed.dtype)  # [max_model_len, D]
+        table = _cos_sin(_plain(weights, "rope_inv_freq"), self.max_model_len) * n.rope_attention_factor
+        self._cos_sin = table.to(self._norm.dtype)  # [max_model_len, D]
 
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
         n = self._numbers
@@ -76,9 +82,9 @@ class DenseDecoder:
         ops, eps = self._ops, self._numbers.norm_eps
         (kv,) = state
         last = len(self._layers) - 1
-        device = self._embed.device
+        device = self._norm.device
         positions, wanted = batch.positions.to(device), batch.logit_rows.to(device)
-        residual = self._embed[batch.tokens.to(device)]  # [T, H]
+        residual = self._embedded(batch.tokens.to(device))  # [T, H]
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
             x = self._attention(x, layer, kv[i], batch, positions)
@@ -107,32 +113,55 @@ class DenseDecoder:
         out = ops.paged_attention(q, kv, tables, starts, batch.context_lens, n.head_dim**-0.5)  # [T, Hq, D]
         return ops.linear(out.flatten(1), layer.o, layer.o_bias)
 
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._embed, PackedWeight):
+            return torch.from_numpy(take_rows(self._embed, tokens.numpy()))
+        return self._embed[tokens]
+
     def _each_head_normed(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         flat = heads.reshape(-1, heads.shape[-1])  # [T · heads, D]
         return self._ops.rms_norm(flat, weight, self._numbers.norm_eps).view(heads.shape)
 
 
-def load(prepared: PreparedModel, device: str, dtype: str) -> DenseDecoder:
-    """In float32 on a CPU the weights stay the mapped file, shared with the machine's other workers; else they are
-    copied. The rotary frequencies are float32 whatever the rest is."""
+def load(prepared: PreparedModel, device: str, dtype: str, weights: str) -> DenseDecoder:
+    """On a CPU the weights stay a mapped file, shared with the machine's other workers; other devices and types get
+    copies. The rotary frequencies are float32 whatever the rest is."""
+    if weights != FLOAT32:
+        return DenseDecoder(prepared, _packed(prepared, weights), get_ops(device), weights)
     file = open_weights(prepared.directory, prepared.config)
     kind = getattr(torch, dtype)
-    weights = {}
+    tensors: Weights = {}
     for name in file.names:
         tensor = torch.from_numpy(file.read(name))
-        weights[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
-    return DenseDecoder(prepared, weights, get_ops(device) if kind is torch.float32 else ReferenceOps())
+        tensors[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
+    ops = get_ops(device) if kind is torch.float32 else ReferenceOps()
+    return DenseDecoder(prepared, tensors, ops, dtype)
 
 
-def identity_in(identity: str, dtype: torch.dtype) -> str:
-    """Workers that compute in different types are not each other's: state from one is not what the other computes."""
-    name = str(dtype).removeprefix("torch.")
-    return identity if name == WEIGHTS_DTYPE else hashlib.sha256(f"{identity}\0{name}".encode()).hexdigest()[:32]
+def _packed(prepared: PreparedModel, weights: str) -> Weights:
+    from kernels.cpu.linear import fit_for_this_machine
+
+    fit: Weights = {}
+    for name, value in open_packed(prepared, weights).items():
+        fit[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else fit_for_this_machine(value)
+    return fit
 
 
-def _layer(weights: dict[str, torch.Tensor], prefix: str) -> DenseLayer:
+def identity_in(identity: str, weights_name: str) -> str:
+    """Workers that compute with different weights are not each other's: state from one is not what the other computes.
+    The name is legible, because a refusal shows both identities."""
+    return f"{identity}:{weights_name}"
+
+
+def _layer(weights: Weights, prefix: str) -> DenseLayer:
     parts = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    return DenseLayer(**parts)
+    return DenseLayer(**parts)  # type: ignore[arg-type]
+
+
+def _plain(weights: Weights, name: str) -> torch.Tensor:
+    tensor = weights[name]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
 
 
 def _cos_sin(inv_freq: torch.Tensor, max_len: int) -> torch.Tensor:

@@ -6,22 +6,28 @@ from pathlib import Path
 from shared.engine.models.base import Model
 from shared.engine.weights.catalog import PreparedModel, open_prepared
 from shared.engine.weights.errors import InvalidModel
+from shared.engine.weights.formats import check_weights, default_weights
 from shared.engine.weights.toy import TOY
 from shared.runtime.settings import ConfigError
 
 
-def load_model(prepared_dir: Path, device: str = "cpu", dtype: str = "float32") -> Model:
+def load_model(
+    prepared_dir: Path, device: str = "cpu", dtype: str = "float32", weights: str | None = "float32"
+) -> Model:  # fmt: skip
     """Maps the weights of a prepared directory, or makes the toy model, which needs no files, knows one device and one
-    type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16; it is part of the
-    identity. Raises InvalidModel, or ConfigError where the device is not there."""
+    type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16; weights: the format
+    they are kept in (None: the default of the device and the family), other than float32 on a CPU in float32 only. Both
+    are part of the identity. Raises InvalidModel, or ConfigError where this cannot be had."""
     if str(prepared_dir) == TOY and not prepared_dir.exists():
         return _toy()
     check_device(device)
+    check_weights(device, dtype, weights)
     prepared = open_prepared(prepared_dir)
     loader = _LOADERS.get(prepared.config.architecture)
     if loader is None:
         raise InvalidModel(f"{prepared_dir}: the architecture {prepared.config.architecture!r} is not supported")
-    return loader(prepared, device, dtype)
+    family = prepared.config.architecture
+    return loader(prepared, device, dtype, weights or default_weights(device, dtype, family))
 
 
 def check_device(device: str) -> None:
@@ -39,17 +45,17 @@ def _toy() -> Model:
     return Toy()
 
 
-def _load_toy(prepared: PreparedModel, device: str, dtype: str) -> Model:
+def _load_toy(prepared: PreparedModel, device: str, dtype: str, weights: str) -> Model:
     return _toy()
 
 
-def _load_dense(prepared: PreparedModel, device: str, dtype: str) -> Model:
+def _load_dense(prepared: PreparedModel, device: str, dtype: str, weights: str) -> Model:
     from shared.engine.models import dense
 
-    return dense.load(prepared, device, dtype)
+    return dense.load(prepared, device, dtype, weights)
 
 
-_LOADERS: dict[str, Callable[[PreparedModel, str, str], Model]] = {
+_LOADERS: dict[str, Callable[[PreparedModel, str, str, str], Model]] = {
     "llama": _load_dense,
     "mistral": _load_dense,
     "qwen2": _load_dense,

@@ -56,7 +56,7 @@ def _prepare(model: str, cache_dir: Path, on_progress: OnProgress, package: Path
     models, store = cache_dir / "models", cache_dir / "sources"
     if model == TOY:
         models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / f".{TOY}.lock", on_progress):
+        with locked(models / f".{TOY}.lock", on_progress):
             if _ready(models / TOY) is None:
                 write_toy(models / TOY)
         return open_prepared(models / TOY)
@@ -79,7 +79,7 @@ def _prepare(model: str, cache_dir: Path, on_progress: OnProgress, package: Path
     if (ready := _ready(directory)) is not None:
         return ready
     models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".{directory.name}.lock", on_progress):
+    with locked(models / f".{directory.name}.lock", on_progress):
         if (ready := _ready(directory)) is not None:
             return ready
         if packaged is not None:
@@ -93,7 +93,7 @@ def _prepare_from_hub(named: HubName, cache_dir: Path, on_progress: OnProgress) 
     and without the hub."""
     models = cache_dir / "models"
     models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".hub-{named.slug}.lock", on_progress):
+    with locked(models / f".hub-{named.slug}.lock", on_progress):
         if named.revision is None:
             kept = [m for m in list_cached(cache_dir) if m.config.source.startswith(named.fingerprint(""))]
             if kept:
@@ -148,7 +148,7 @@ def _name_of(path: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path, on_progress: OnProgress) -> Iterator[None]:
+def locked(path: Path, on_progress: OnProgress) -> Iterator[None]:
     """One preparer at a time. The kernel frees the lock with its process; removing the file would let two in."""
     with path.open("a") as file:
         try:

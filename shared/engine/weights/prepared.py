@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.plan import ModelPlan
 from shared.engine.weights.progress import OnProgress
-from shared.engine.weights.safetensors_file import SafetensorsFile, write_float32
+from shared.engine.weights.safetensors_file import SafetensorsFile, write_tensors
 from shared.text.files import TOKENIZER_FILE
 from shared.text.prepare import write_text_files
 
@@ -70,9 +70,9 @@ def write_prepared(
 
     tell("weights", 0, total)
     weights = directory / WEIGHTS_FILE
-    digest = write_float32(
+    digest = write_tensors(
         weights,
-        {tensor.name: tensor.shape for tensor in plan.tensors},
+        {tensor.name: ("F32", tensor.shape) for tensor in plan.tensors},
         ((tensor.name, tensor.build()) for tensor in plan.tensors),
         written,
     )

@@ -20,6 +20,7 @@ from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.plan import whole_number
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+_RAW = {"F32": "<f4", "F16": "<f2", "I8": "|i1", "U8": "|u1"}
 _DATA_ALIGN = 4096
 _MAX_HEADER_BYTES = 100 << 20
 
@@ -62,6 +63,14 @@ class SafetensorsFile:
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32, copy=False).reshape(entry.shape)
 
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor as it lies in the file, never to be written. Raises InvalidModel where it is missing or of a
+        format that `write_tensors` does not write."""
+        entry = self._entry(name)
+        if entry.dtype not in _RAW:
+            raise InvalidModel(f"{self.path}: tensor {name} has the format {entry.dtype}, which cannot be mapped")
+        return np.asarray(self._data[entry.start : entry.end]).view(_RAW[entry.dtype]).reshape(entry.shape)
+
     def digest(self) -> str:
         """xxh3-128 over the whole file; as good as reading it once, so it also warms the page cache."""
         return xxhash.xxh3_128_hexdigest(self._data.data)
@@ -73,17 +82,18 @@ class SafetensorsFile:
             raise InvalidModel(f"{self.path} has no tensor {name}") from None
 
 
-def write_float32(
+def write_tensors(
     path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     arrays: Iterable[tuple[str, np.ndarray]],
     on_written: Callable[[str], None],
 ) -> str:
-    """Writes `arrays`, in the order of `shapes`, and returns the xxh3-128 of the file, which is on disk then."""
+    """Writes `arrays`, in the order of `kinds` (the format's name of a type, and a shape), and returns the xxh3-128 of
+    the file, which is on disk then."""
     header, offset = {}, 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * 4
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+    for name, (dtype, shape) in kinds.items():
+        end = offset + math.prod(shape) * np.dtype(_RAW[dtype]).itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     # Page-aligned data: every tensor whose size allows it starts at a cache line.
@@ -94,15 +104,21 @@ def write_float32(
             file.write(piece)
             digest.update(piece)
         for name, array in arrays:
-            if array.shape != shapes[name]:
-                raise InvalidModel(f"{path}: tensor {name} came as {array.shape} instead of {shapes[name]}")
-            flat = np.ascontiguousarray(array, dtype="<f4").reshape(-1).view(np.uint8).data
+            dtype, shape = kinds[name]
+            if array.shape != shape:
+                raise InvalidModel(f"{path}: tensor {name} came as {array.shape} instead of {shape}")
+            flat = np.ascontiguousarray(array, dtype=_RAW[dtype]).reshape(-1).view(np.uint8).data
             file.write(flat)
             digest.update(flat)
             on_written(name)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def type_name(array: np.ndarray) -> str:
+    """The format's name of an array's type, one that `write_tensors` writes."""
+    return next(name for name, dtype in _RAW.items() if np.dtype(dtype) == array.dtype)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

@@ -149,8 +149,9 @@ def test_a_refusal_counts_until_the_next_report() -> None:
 
 
 def test_workers_of_another_model_are_never_paired() -> None:
-    with pytest.raises(NoWorker, match="holds the model"):
-        choose(AUTO, [worker("prefill", "p0", identity="other")], [worker("decode", "d0")])
+    prefill, decode = worker("prefill", "p0", identity="m:int8"), worker("decode", "d0", identity="m:float16")
+    with pytest.raises(NoWorker, match=r"holds the model.*prefill holds m:int8, decode holds m:float16"):
+        choose(AUTO, [prefill], [decode])
 
 
 def registry() -> WorkerRegistry:
