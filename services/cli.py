@@ -46,6 +46,9 @@ def up(
     ] = None,
     model: Annotated[str | None, typer.Option(help="A name of `baton models`, a GGUF file or a directory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="What keys and values are kept in: float32, float16 or fp8. [default: float32]")
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the cluster keeps its files. [default: new]")] = None,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Leave dead what dies.")] = False,
     sets: Annotated[
@@ -69,6 +72,7 @@ def up(
         port=port,
         model=model,
         device=device,
+        kv_dtype=kv_dtype,
         state_dir=state_dir,
         restart=not no_restart,
         sets=tuple(sets or ()),

@@ -109,7 +109,12 @@ def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Seque
     """The Ps that can hand over to this D."""
     matching = [w for w in prefills if w.report.identity == decode.report.identity]
     if not matching:
-        raise NoWorker("no prefill worker holds the model of the decode worker", retry_after_s=1.0)
+        held = ", ".join(sorted({str(w.report.identity) for w in prefills}))
+        raise NoWorker(
+            f"no prefill worker holds the model and the KV type of the decode worker: prefill holds {held}, "
+            f"decode holds {decode.report.identity}",
+            retry_after_s=1.0,
+        )
     return usable(matching, "prefill", fleet.shut, _peer)
 
 

@@ -25,6 +25,7 @@ class UpOptions:
     port: int | None = None
     model: str | None = None
     device: str | None = None
+    kv_dtype: str | None = None
     state_dir: Path | None = None
     restart: bool = True
     sets: tuple[str, ...] = ()
@@ -58,7 +59,12 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
     names = process_names(options)
     targets = {name: role for name, role in names} | {"sidecar": "sidecar"}
     chosen: dict[str, dict[str, str]] = {name: {} for name in targets}
-    flags = {"model": options.model, "device": options.device, "log_level": "debug" if options.verbose else None}
+    flags = {
+        "model": options.model,
+        "device": options.device,
+        "kv_dtype": options.kv_dtype,
+        "log_level": "debug" if options.verbose else None,
+    }
     for name, role in targets.items():
         chosen[name].update({k: v for k, v in flags.items() if v is not None and k in ROLES[role].model_fields})
     if options.port is not None:

@@ -167,10 +167,10 @@ class WorkerService(Service):
             return load_model(Path("toy"), self.settings.device)
         if self.settings.device == "cpu":
             log.info("preparing the kernels (compiled once on a machine, in about half a minute)")
-            warm_up()
+            warm_up(self.settings.kv_dtype)
         prepared = prepare(self.settings.model, self.settings.cache_dir)
         self.model_name = prepared.name
-        return load_model(prepared.directory, self.settings.device, self.settings.dtype)
+        return load_model(prepared.directory, self.settings.device, self.settings.dtype, self.settings.kv_dtype)
 
     def _on_sidecar_restart(self) -> None:
         self.counters.add("sidecar_restarts")

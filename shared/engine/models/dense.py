@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from kernels.ops import Ops, get_ops
-from kernels.reference import ReferenceOps
+from kernels.reference import FP8_SCALE_BYTES, ReferenceOps
 from shared.engine.models.base import Batch
 from shared.engine.weights.catalog import PreparedModel
 from shared.engine.weights.dense import DenseNumbers, check_numbers
-from shared.engine.weights.prepared import KV_DTYPE, WEIGHTS_DTYPE, open_weights
+from shared.engine.weights.prepared import WEIGHTS_DTYPE, open_weights
 from shared.state.components import IndexKind, StateComponent
 
 
@@ -37,15 +37,19 @@ class DenseLayer:
 
 
 class DenseDecoder:
-    """One PAGE component, "kv": [layers, pages, 2, Hkv, page_tokens, D]. The compute thread owns it.
+    """One PAGE component, "kv": [layers, pages, 2, Hkv, page_tokens, row]. The compute thread owns it.
 
-    Weights on any device and of any float type; the state is float32 and may lie on another device.
+    Weights on any device and of any float type; the state may lie on another device. kv_dtype: float32, float16, or
+    fp8, where a row is D codes and their float32 scale.
     """
 
-    def __init__(self, prepared: PreparedModel, weights: dict[str, torch.Tensor], ops: Ops) -> None:
+    def __init__(
+        self, prepared: PreparedModel, weights: dict[str, torch.Tensor], ops: Ops, kv_dtype: str = "float32"
+    ) -> None:
         config = prepared.config
         self._embed = weights["embed"]  # [vocab, H]
-        self.identity = identity_in(prepared.identity, self._embed.dtype)
+        self.identity = identity_in(prepared.identity, self._embed.dtype, kv_dtype)
+        self._kv_dtype = kv_dtype
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self.eos_token_ids = frozenset(config.eos_token_ids)
@@ -59,13 +63,14 @@ class DenseDecoder:
 
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
         n = self._numbers
+        is_fp8 = self._kv_dtype == "fp8"
         kv = StateComponent(
             name="kv",
             index=IndexKind.PAGE,
             unit_tokens=page_tokens,
             outer=(2, n.num_kv_heads),
-            inner=(n.head_dim,),
-            dtype=KV_DTYPE,
+            inner=(n.head_dim + FP8_SCALE_BYTES if is_fp8 else n.head_dim,),
+            dtype="uint8" if is_fp8 else self._kv_dtype,
             layers=tuple(range(n.num_layers)),
             shard_axis=1,
         )
@@ -96,7 +101,7 @@ class DenseDecoder:
     def _attention(
         self, x: torch.Tensor, layer: DenseLayer, kv: torch.Tensor, batch: Batch, positions: torch.Tensor
     ) -> torch.Tensor:
-        """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, D]."""
+        """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, row]."""
         ops, n = self._ops, self._numbers
         heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, n.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = torch.split(heads, [n.num_heads, n.num_kv_heads, n.num_kv_heads], dim=1)
@@ -112,7 +117,7 @@ class DenseDecoder:
         return self._ops.rms_norm(flat, weight, self._numbers.norm_eps).view(heads.shape)
 
 
-def load(prepared: PreparedModel, device: str, dtype: str) -> DenseDecoder:
+def load(prepared: PreparedModel, device: str, dtype: str, kv_dtype: str) -> DenseDecoder:
     """In float32 on a CPU the weights stay the mapped file, shared with the machine's other workers; else they are
     copied. The rotary frequencies are float32 whatever the rest is."""
     file = open_weights(prepared.directory, prepared.config)
@@ -121,13 +126,16 @@ def load(prepared: PreparedModel, device: str, dtype: str) -> DenseDecoder:
     for name in file.names:
         tensor = torch.from_numpy(file.read(name))
         weights[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
-    return DenseDecoder(prepared, weights, get_ops(device) if kind is torch.float32 else ReferenceOps())
+    return DenseDecoder(prepared, weights, get_ops(device) if kind is torch.float32 else ReferenceOps(), kv_dtype)
 
 
-def identity_in(identity: str, dtype: torch.dtype) -> str:
-    """Workers that compute in different types are not each other's: state from one is not what the other computes."""
+def identity_in(identity: str, dtype: torch.dtype, kv_dtype: str) -> str:
+    """Workers that compute or keep state in different types are not each other's. The type of the state is named, for
+    whoever reads why two refuse each other."""
     name = str(dtype).removeprefix("torch.")
-    return identity if name == WEIGHTS_DTYPE else hashlib.sha256(f"{identity}\0{name}".encode()).hexdigest()[:32]
+    if name != WEIGHTS_DTYPE:
+        identity = hashlib.sha256(f"{identity}\0{name}".encode()).hexdigest()[:32]
+    return f"{identity}-kv-{kv_dtype}"
 
 
 def _layer(weights: dict[str, torch.Tensor], prefix: str) -> DenseLayer:

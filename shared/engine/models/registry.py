@@ -10,10 +10,11 @@ from shared.engine.weights.toy import TOY
 from shared.runtime.settings import ConfigError
 
 
-def load_model(prepared_dir: Path, device: str = "cpu", dtype: str = "float32") -> Model:
+def load_model(prepared_dir: Path, device: str = "cpu", dtype: str = "float32", kv_dtype: str = "float32") -> Model:
     """Maps the weights of a prepared directory, or makes the toy model, which needs no files, knows one device and one
-    type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16; it is part of the
-    identity. Raises InvalidModel, or ConfigError where the device is not there."""
+    type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16. kv_dtype: what the
+    state is kept in: float32, float16 or fp8. Both are part of the identity. Raises InvalidModel, or ConfigError where
+    the device is not there."""
     if str(prepared_dir) == TOY and not prepared_dir.exists():
         return _toy()
     check_device(device)
@@ -21,7 +22,7 @@ def load_model(prepared_dir: Path, device: str = "cpu", dtype: str = "float32") 
     loader = _LOADERS.get(prepared.config.architecture)
     if loader is None:
         raise InvalidModel(f"{prepared_dir}: the architecture {prepared.config.architecture!r} is not supported")
-    return loader(prepared, device, dtype)
+    return loader(prepared, device, dtype, kv_dtype)
 
 
 def check_device(device: str) -> None:
@@ -39,17 +40,17 @@ def _toy() -> Model:
     return Toy()
 
 
-def _load_toy(prepared: PreparedModel, device: str, dtype: str) -> Model:
+def _load_toy(prepared: PreparedModel, device: str, dtype: str, kv_dtype: str) -> Model:
     return _toy()
 
 
-def _load_dense(prepared: PreparedModel, device: str, dtype: str) -> Model:
+def _load_dense(prepared: PreparedModel, device: str, dtype: str, kv_dtype: str) -> Model:
     from shared.engine.models import dense
 
-    return dense.load(prepared, device, dtype)
+    return dense.load(prepared, device, dtype, kv_dtype)
 
 
-_LOADERS: dict[str, Callable[[PreparedModel, str, str], Model]] = {
+_LOADERS: dict[str, Callable[[PreparedModel, str, str, str], Model]] = {
     "llama": _load_dense,
     "mistral": _load_dense,
     "qwen2": _load_dense,
