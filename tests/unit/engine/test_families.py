@@ -151,6 +151,13 @@ def test_workers_of_different_types_do_not_take_each_others_state(tmp_path: Path
     assert f"{prepare(str(source), tmp_path).identity}-kv-float32" in identities
 
 
+def test_workers_that_keep_state_in_different_types_refuse_each_other_by_name(tmp_path: Path) -> None:
+    source = write_hf(build("llama"), tmp_path / "hf")
+    prepared = prepare(str(source), tmp_path)
+    for kv_dtype in ("float32", "float16", "fp8"):
+        assert load_model(prepared.directory, kv_dtype=kv_dtype).identity == f"{prepared.identity}-kv-{kv_dtype}"
+
+
 def test_our_kernels_and_theirs_keep_apart() -> None:
     """transformers looks for a package `kernels` too, and must neither run nor become ours."""
     assert Path(str(kernels.__file__)) == Path(__file__).parents[3] / "kernels" / "__init__.py"
