@@ -2,8 +2,9 @@
 
 `reference.py` says in plain torch what each op computes; `cpu/` and `cuda/` implement it; `get_ops` picks by
 device. Shapes: T new tokens of S sequences, Hq query heads, Hkv key/value heads, D head dim, P pages, B page
-tokens, F hidden of the gated MLP. A layer of the KV component is contiguous [P, 2, Hkv, B, D]: keys at 0,
-values at 1. positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
+tokens, F hidden of the gated MLP. A layer of the KV component is contiguous [P, 2, Hkv, B, row]: keys at 0,
+values at 1. A row is D floats of any type, or, where the layer is uint8, D fp8 codes and their float32 scale
+(`reference.encode_fp8`). positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
 token.
 """
 
@@ -54,8 +55,7 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the pages, which already hold the new tokens. Token i of
         sequence s stands at position context_lens[s] - (query_start[s+1] - query_start[s]) + i. Returns [T,
-        Hq, D]. Reads pages in place for single-token queries; rows of a page at or beyond the context are
-        never read into the result."""
+        Hq, D]. Rows of a page at or beyond the context never reach the result."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [T, 2F] -> [T, F]."""

@@ -5,6 +5,11 @@ import torch
 
 from kernels.packing import PackedWeight, unpack
 
+FP8_MAX = 448.0
+FP8_SCALE_BYTES = 4
+FP8_SMALLEST = 1e-30
+"""The largest of a row is taken for at least this, so that zeros stay zeros."""
+
 
 class ReferenceOps:
     """Ops on whatever device their tensors are on; obvious, not fast. Pages, and what says where in them, may be on
@@ -45,8 +50,8 @@ class ReferenceOps:
         sequence = torch.repeat_interleave(torch.arange(len(lengths), device=where), lengths)
         at = positions.to(where)
         page, row = block_tables.to(where)[sequence, at // page_tokens].long(), at % page_tokens
-        kv_layer[page, 0, :, row] = _rotate(k, cos, sin).to(kv_layer)
-        kv_layer[page, 1, :, row] = v.to(kv_layer)
+        kv_layer[page, 0, :, row] = as_kv_rows(_rotate(k, cos, sin), kv_layer)
+        kv_layer[page, 1, :, row] = as_kv_rows(v, kv_layer)
         return _rotate(q, cos, sin)
 
     def paged_attention(
@@ -74,12 +79,35 @@ class ReferenceOps:
 def gather_context(
     kv_layer: torch.Tensor, block_table: torch.Tensor, context_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's keys and values as copies, each [Hkv, context_len, D]; nothing beyond the context."""
+    """A sequence's keys and values as copies, each [Hkv, context_len, D]; nothing beyond the context. fp8 becomes
+    float32, other types stay."""
     page_tokens = kv_layer.shape[3]
     num_pages = -(-context_len // page_tokens)
     pages = kv_layer[block_table[:num_pages].to(kv_layer.device).long()]  # [n, 2, Hkv, B, D]
-    merged = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context_len]  # [2, Hkv, context_len, D]
+    merged = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context_len]  # [2, Hkv, context_len, row]
+    if merged.dtype == torch.uint8:
+        merged = decode_fp8(merged)
     return merged[0], merged[1]
+
+
+def as_kv_rows(x: torch.Tensor, kv_layer: torch.Tensor) -> torch.Tensor:
+    """x [..., D] as rows [..., row] of that layer."""
+    return encode_fp8(x.to(kv_layer.device)) if kv_layer.dtype == torch.uint8 else x.to(kv_layer)
+
+
+def encode_fp8(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] -> uint8 [..., D + 4]: the e4m3 codes of x over its row's scale, then that scale, a float32. The
+    largest magnitude of a row gets the largest code."""
+    x = x.float()
+    top = x.abs().amax(dim=-1, keepdim=True)
+    codes = (x * (FP8_MAX / top.clamp(min=FP8_SMALLEST))).to(torch.float8_e4m3fn)
+    return torch.cat((codes.view(torch.uint8), (top / FP8_MAX).view(torch.uint8)), dim=-1)
+
+
+def decode_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., D + 4] -> float32 [..., D]."""
+    codes, scale = rows[..., :-FP8_SCALE_BYTES], rows[..., -FP8_SCALE_BYTES:].contiguous()
+    return codes.contiguous().view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

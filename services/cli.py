@@ -62,6 +62,9 @@ def up(
     weights: Annotated[
         str | None, typer.Option(help="Format of the weights on a CPU: float32, float16, int8 or int4.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="What keys and values are kept in: float32, float16 or fp8. [default: float32]")
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the cluster keeps its files. [default: new]")] = None,
     no_restart: Annotated[bool, typer.Option("--no-restart", help="Leave dead what dies.")] = False,
     sets: Annotated[
@@ -87,6 +90,7 @@ def up(
         model=model,
         device=device,
         weights=weights,
+        kv_dtype=kv_dtype,
         state_dir=state_dir,
         restart=not no_restart,
         sets=tuple(sets or ()),

@@ -35,7 +35,17 @@ class Finding:
 
 def examine(console: Console, port: int) -> bool:
     """Prints one line for each check; whether all went well."""
-    checks: tuple[Callable[[], Finding], ...] = (_python, _cores, _memory, _disk, _nats, _torch, _processor, _model, _mode)
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        _cores,
+        _memory,
+        _disk,
+        _nats,
+        _torch,
+        _processor,
+        _model,
+        _mode,
+    )
     findings = [*(check() for check in checks), _port(port)]
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]no[/]"

@@ -26,8 +26,8 @@ def real_prepared() -> PreparedModel:
 
 
 @cache
-def real_model() -> Model:
-    return load_model(real_prepared().directory)
+def real_model(kv_dtype: str = "float32") -> Model:
+    return load_model(real_prepared().directory, kv_dtype=kv_dtype)
 
 
 class PagedSequences:

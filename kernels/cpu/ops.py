@@ -16,6 +16,7 @@ from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
 from kernels.cpu.sampling import pick, uniform
 from kernels.cpu.vectors import has_vectors
 from kernels.packing import FORMATS, pack
+from kernels.reference import FP8_SCALE_BYTES
 
 
 class CpuOps:
@@ -27,18 +28,21 @@ class CpuOps:
     silu_mul = staticmethod(silu_mul)
 
 
-def warm_up() -> None:
+KV_TYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": torch.uint8}
+
+
+def warm_up(kv_dtype: str = "float32") -> None:
     """Compiles every kernel for the types a model uses, or loads them from the cache. Seconds the first time; call it
     in the compute thread before the worker reports ready."""
     for num_tokens in (1, max(SERIAL_ROWS, SERIAL_TOKENS) + 1):
-        _step(CpuOps(), num_tokens)
+        _step(CpuOps(), num_tokens, KV_TYPES[kv_dtype])
     one = np.ones(1, np.uint64)
     for vocab_size in (4, 1 << 17):
         pick(torch.zeros(1, vocab_size), np.ones(1, np.float32), uniform(one, one, one))
 
 
-def _step(ops: CpuOps, num_tokens: int) -> None:
-    """One pass through every op, each token a sequence of its own."""
+def _step(ops: CpuOps, num_tokens: int, kv_type: torch.dtype) -> None:
+    """One pass through every op, each token a sequence of its own, and attention once more as if it were two of one."""
     num_heads, num_kv_heads, head_dim = 2, 1, 8
     width = num_heads * head_dim
     x, norm_weight = torch.zeros(num_tokens, width), torch.ones(width)
@@ -49,7 +53,8 @@ def _step(ops: CpuOps, num_tokens: int) -> None:
         ops.linear(x, pack(np.ones((4, width), np.float32), name))
     ops.silu_mul(x)
     kv = torch.zeros(num_tokens, num_kv_heads, head_dim)
-    kv_layer = torch.zeros(num_tokens, 2, num_kv_heads, 4, head_dim)
+    row = head_dim + FP8_SCALE_BYTES if kv_type == torch.uint8 else head_dim
+    kv_layer = torch.zeros(num_tokens, 2, num_kv_heads, 4, row, dtype=kv_type)
     tables = torch.arange(num_tokens, dtype=torch.int32).unsqueeze(1)
     query_start = torch.arange(num_tokens + 1, dtype=torch.int32)
     positions = torch.zeros(num_tokens, dtype=torch.int64)
@@ -64,3 +69,5 @@ def _step(ops: CpuOps, num_tokens: int) -> None:
         query_start,
     )
     ops.paged_attention(q, kv_layer, tables, query_start, torch.ones(num_tokens, dtype=torch.int32), 1.0)
+    pair = torch.tensor([0, 2], dtype=torch.int32)
+    ops.paged_attention(torch.cat((q, q))[:2], kv_layer, tables[:1], pair, pair[1:], 1.0)

@@ -114,7 +114,7 @@ def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Seque
     if not matching:
         theirs = ", ".join(sorted({w.report.identity or "nothing" for w in prefills}))
         raise NoWorker(
-            f"no prefill worker holds the model of the decode worker: prefill holds {theirs}, "
+            f"no prefill worker holds the model, weights and KV type of the decode worker: prefill holds {theirs}, "
             f"decode holds {decode.report.identity}",
             retry_after_s=1.0,
         )

@@ -28,6 +28,7 @@ class UpOptions:
     model: str | None = None
     device: str | None = None
     weights: str | None = None
+    kv_dtype: str | None = None
     state_dir: Path | None = None
     restart: bool = True
     sets: tuple[str, ...] = ()
@@ -92,6 +93,7 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
         "mode": options.mode,
         "step_tokens": None if options.step_tokens is None else str(options.step_tokens),
         "weights": options.weights,
+        "kv_dtype": options.kv_dtype,
     }
     for name, role in targets.items():
         chosen[name].update({k: v for k, v in flags.items() if v is not None and k in ROLES[role].model_fields})

@@ -178,11 +178,11 @@ class WorkerService(Service):
             return load_model(Path("toy"), self.settings.device)
         if self.settings.device == "cpu":
             log.info("preparing the kernels (compiled once on a machine, in about half a minute)")
-            warm_up()
+            warm_up(self.settings.kv_dtype)
         settings = self.settings
         prepared = prepare(settings.model, settings.cache_dir)
         self.model_name = prepared.name
-        return load_model(prepared.directory, settings.device, settings.dtype, settings.weights)
+        return load_model(prepared.directory, settings.device, settings.dtype, settings.weights, settings.kv_dtype)
 
     def _on_sidecar_restart(self) -> None:
         self.counters.add("sidecar_restarts")

@@ -162,6 +162,19 @@ async def test_the_state_of_the_real_model_crosses(kind: str, tmp_path: Path) ->
             assert await check_bytes(pair, prompt, short) == alone, f"prompt of {length}"
 
 
+@pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("float16", 128), ("fp8", 68)])
+async def test_narrow_keys_and_values_cross_as_they_are(kv_dtype: str, row_bytes: int, tmp_path: Path) -> None:
+    """Half the bytes of float32 in float16, and with its scales a little more than a quarter in fp8."""
+    short, model = GREEDY.model_copy(update={"max_tokens": 5}), real_model(kv_dtype)
+    async with handoff("shm", tmp_path, model, page_tokens=16, chunk=32) as pair:
+        (component,) = pair.p.pool.layout.components
+        assert component.row_bytes == 2 * 3 * row_bytes
+        for length in (17, 33):
+            prompt = REAL_TEXT[:length]
+            alone = (await pair.p.local(TicketKey(next(rooms), 1), prompt, short))[0]
+            assert await check_bytes(pair, prompt, short) == alone, f"prompt of {length}"
+
+
 @pytest.mark.parametrize("component", ["history", "memory", "window"])
 async def test_the_toy_needs_every_component(component: str, tmp_path: Path) -> None:
     async with handoff("shm", tmp_path, Toy(), page_tokens=4, chunk=16) as pair:

@@ -27,6 +27,18 @@ def test_a_directory_is_served_as_transformers_computes_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_workers_that_keep_state_in_different_types_do_not_hand_over(tmp_path: Path) -> None:
+    source = write_hf(build("llama"), tmp_path / "tiny")
+    with RealCluster(
+        tmp_path / "cluster", model=str(source), settings={**small(tmp_path), "decode.kv_dtype": "float16"}
+    ) as cluster:
+        refused = cluster.complete(model="tiny", prompt=PROMPT, max_tokens=4, baton={"path": "remote", "strict": True})
+        assert refused.status == 503
+        assert ":kv-float32" in str(refused.body)
+        assert ":kv-float16" in str(refused.body)
+
+
+@pytest.mark.slow
 def test_workers_that_compute_in_different_types_do_not_hand_over(tmp_path: Path) -> None:
     source = write_hf(build("llama"), tmp_path / "tiny")
     with RealCluster(

@@ -11,13 +11,13 @@ import torch
 
 from kernels.ops import Ops, get_ops
 from kernels.packing import PackedWeight, take_rows
-from kernels.reference import ReferenceOps
+from kernels.reference import FP8_SCALE_BYTES, ReferenceOps
 from shared.engine.models.base import Batch
 from shared.engine.weights.catalog import PreparedModel
 from shared.engine.weights.dense import DenseNumbers, check_numbers
 from shared.engine.weights.formats import FLOAT32
 from shared.engine.weights.packed import open_packed
-from shared.engine.weights.prepared import KV_DTYPE, open_weights
+from shared.engine.weights.prepared import open_weights
 from shared.state.components import IndexKind, StateComponent
 
 Matrix = torch.Tensor | PackedWeight
@@ -43,15 +43,19 @@ class DenseLayer:
 
 
 class DenseDecoder:
-    """One PAGE component, "kv": [layers, pages, 2, Hkv, page_tokens, D]. The compute thread owns it.
+    """One PAGE component, "kv": [layers, pages, 2, Hkv, page_tokens, row]. The compute thread owns it.
 
-    Weights on any device and of any float type; the state is float32 and may lie on another device.
+    Weights on any device and of any float type; the state may lie on another device. kv_dtype: float32, float16, or
+    fp8, where a row is D codes and their float32 scale.
     """
 
-    def __init__(self, prepared: PreparedModel, weights: Weights, ops: Ops, weights_name: str) -> None:
+    def __init__(
+        self, prepared: PreparedModel, weights: Weights, ops: Ops, weights_name: str, kv_dtype: str = "float32"
+    ) -> None:
         config = prepared.config
         self._embed = weights["embed"]  # [vocab, H]
-        self.identity = identity_in(prepared.identity, weights_name)
+        self.identity = identity_in(prepared.identity, weights_name, kv_dtype)
+        self._kv_dtype = kv_dtype
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_model_len
         self.eos_token_ids = frozenset(config.eos_token_ids)
@@ -65,13 +69,14 @@ class DenseDecoder:
 
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
         n = self._numbers
+        is_fp8 = self._kv_dtype == "fp8"
         kv = StateComponent(
             name="kv",
             index=IndexKind.PAGE,
             unit_tokens=page_tokens,
             outer=(2, n.num_kv_heads),
-            inner=(n.head_dim,),
-            dtype=KV_DTYPE,
+            inner=(n.head_dim + FP8_SCALE_BYTES if is_fp8 else n.head_dim,),
+            dtype="uint8" if is_fp8 else self._kv_dtype,
             layers=tuple(range(n.num_layers)),
             shard_axis=1,
         )
@@ -102,7 +107,7 @@ class DenseDecoder:
     def _attention(
         self, x: torch.Tensor, layer: DenseLayer, kv: torch.Tensor, batch: Batch, positions: torch.Tensor
     ) -> torch.Tensor:
-        """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, D]."""
+        """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, row]."""
         ops, n = self._ops, self._numbers
         heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, n.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = torch.split(heads, [n.num_heads, n.num_kv_heads, n.num_kv_heads], dim=1)
@@ -123,11 +128,11 @@ class DenseDecoder:
         return self._ops.rms_norm(flat, weight, self._numbers.norm_eps).view(heads.shape)
 
 
-def load(prepared: PreparedModel, device: str, dtype: str, weights: str) -> DenseDecoder:
+def load(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtype: str) -> DenseDecoder:
     """On a CPU the weights stay a mapped file, shared with the machine's other workers; other devices and types get
     copies. The rotary frequencies are float32 whatever the rest is."""
     if weights != FLOAT32:
-        return DenseDecoder(prepared, _packed(prepared, weights), get_ops(device), weights)
+        return DenseDecoder(prepared, _packed(prepared, weights), get_ops(device), weights, kv_dtype)
     file = open_weights(prepared.directory, prepared.config)
     kind = getattr(torch, dtype)
     tensors: Weights = {}
@@ -135,7 +140,7 @@ def load(prepared: PreparedModel, device: str, dtype: str, weights: str) -> Dens
         tensor = torch.from_numpy(file.read(name))
         tensors[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
     ops = get_ops(device) if kind is torch.float32 else ReferenceOps()
-    return DenseDecoder(prepared, tensors, ops, dtype)
+    return DenseDecoder(prepared, tensors, ops, dtype, kv_dtype)
 
 
 def _packed(prepared: PreparedModel, weights: str) -> Weights:
@@ -147,10 +152,10 @@ def _packed(prepared: PreparedModel, weights: str) -> Weights:
     return fit
 
 
-def identity_in(identity: str, weights_name: str) -> str:
-    """Workers that compute with different weights are not each other's: state from one is not what the other computes.
-    The name is legible, because a refusal shows both identities."""
-    return f"{identity}:{weights_name}"
+def identity_in(identity: str, weights_name: str, kv_dtype: str) -> str:
+    """Workers that compute with different weights, or keep state in different types, are not each other's: what one has
+    is not what the other computes. The names are legible, because a refusal shows both identities."""
+    return f"{identity}:{weights_name}:kv-{kv_dtype}"
 
 
 def _layer(weights: Weights, prefix: str) -> DenseLayer:

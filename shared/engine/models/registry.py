@@ -12,12 +12,17 @@ from shared.runtime.settings import ConfigError
 
 
 def load_model(
-    prepared_dir: Path, device: str = "cpu", dtype: str = "float32", weights: str | None = "float32"
-) -> Model:  # fmt: skip
+    prepared_dir: Path,
+    device: str = "cpu",
+    dtype: str = "float32",
+    weights: str | None = "float32",
+    kv_dtype: str = "float32",
+) -> Model:
     """Maps the weights of a prepared directory, or makes the toy model, which needs no files, knows one device and one
     type, and is asked for as Path("toy"). dtype: what is computed in: float32, bfloat16 or float16; weights: the format
-    they are kept in (None: the default of the device and the family), other than float32 on a CPU in float32 only. Both
-    are part of the identity. Raises InvalidModel, or ConfigError where this cannot be had."""
+    they are kept in (None: the default of the device and the family), other than float32 on a CPU in float32 only.
+    kv_dtype: what the state is kept in: float32, float16 or fp8. All three are part of the identity. Raises
+    InvalidModel, or ConfigError where this cannot be had."""
     if str(prepared_dir) == TOY and not prepared_dir.exists():
         return _toy()
     check_device(device)
@@ -27,7 +32,7 @@ def load_model(
     if loader is None:
         raise InvalidModel(f"{prepared_dir}: the architecture {prepared.config.architecture!r} is not supported")
     family = prepared.config.architecture
-    return loader(prepared, device, dtype, weights or default_weights(device, dtype, family))
+    return loader(prepared, device, dtype, weights or default_weights(device, dtype, family), kv_dtype)
 
 
 def check_device(device: str) -> None:
@@ -45,17 +50,17 @@ def _toy() -> Model:
     return Toy()
 
 
-def _load_toy(prepared: PreparedModel, device: str, dtype: str, weights: str) -> Model:
+def _load_toy(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtype: str) -> Model:
     return _toy()
 
 
-def _load_dense(prepared: PreparedModel, device: str, dtype: str, weights: str) -> Model:
+def _load_dense(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtype: str) -> Model:
     from shared.engine.models import dense
 
-    return dense.load(prepared, device, dtype, weights)
+    return dense.load(prepared, device, dtype, weights, kv_dtype)
 
 
-_LOADERS: dict[str, Callable[[PreparedModel, str, str, str], Model]] = {
+_LOADERS: dict[str, Callable[[PreparedModel, str, str, str, str], Model]] = {
     "llama": _load_dense,
     "mistral": _load_dense,
     "qwen2": _load_dense,

@@ -148,7 +148,16 @@ def test_workers_of_different_types_do_not_take_each_others_state(tmp_path: Path
     source = write_hf(build("llama"), tmp_path / "hf")
     identities = {loaded(source, tmp_path, dtype).identity for dtype in ("float32", "bfloat16", "float16")}
     assert len(identities) == 3
-    assert f"{prepare(str(source), tmp_path).identity}:float32" in identities
+    assert f"{prepare(str(source), tmp_path).identity}:float32:kv-float32" in identities
+
+
+def test_workers_that_keep_state_in_different_types_refuse_each_other_by_name(tmp_path: Path) -> None:
+    source = write_hf(build("llama"), tmp_path / "hf")
+    prepared = prepare(str(source), tmp_path)
+    for kv_dtype in ("float32", "float16", "fp8"):
+        assert (
+            load_model(prepared.directory, kv_dtype=kv_dtype).identity == f"{prepared.identity}:float32:kv-{kv_dtype}"
+        )
 
 
 def test_our_kernels_and_theirs_keep_apart() -> None:

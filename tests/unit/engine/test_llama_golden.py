@@ -53,6 +53,18 @@ def test_greedy_tokens_are_golden(replay: tuple[list[Case], torch.Tensor]) -> No
     assert not wrong
 
 
+def test_greedy_chats_are_golden_with_float16_keys_and_values() -> None:
+    cases = GOLDEN["chat"]
+    longest = max(len(case["prompt_ids"]) for case in cases) + len(_expected(cases[0]))
+    sequences = PagedSequences(real_model("float16"), len(cases), longest)
+    logits = sequences.step({i: case["prompt_ids"] for i, case in enumerate(cases)})
+    forced = zip(*(_expected(case)[:-1] for case in cases), strict=True)
+    steps = [sequences.step({i: [token] for i, token in enumerate(tokens)}) for tokens in forced]
+    chosen = torch.stack([logits, *steps], dim=1).argmax(dim=-1).tolist()
+    for case, ours in zip(cases, chosen, strict=True):
+        assert ours == _expected(case), case["name"]
+
+
 def test_greedy_stops_where_the_golden_chat_answers_stop(replay: tuple[list[Case], torch.Tensor]) -> None:
     cases, logits = replay
     assert real_model().eos_token_ids == {2}

@@ -90,7 +90,7 @@ def test_identity_follows_what_is_computed_and_not_where_it_lies(tmp_path: Path)
     (words / "tokenizer.json").write_text(json.dumps(tokenizer))
     identities = [plain.identity, rope.identity, scaled.identity, eps.identity, prepare(str(words), tmp_path).identity]
     assert len(set(identities)) == len(identities)
-    assert load_model(plain.directory).identity == f"{plain.identity}:float32"
+    assert load_model(plain.directory).identity == f"{plain.identity}:float32:kv-float32"
 
 
 PREPARE = """
