@@ -15,13 +15,21 @@ Report = dict[str, Any]
 
 
 def poll(what: Callable[[], Any], why: Callable[[], str] | str, within_s: float) -> Any:
-    """The first true value of `what`; AssertionError with `why` after `within_s`."""
+    """The first true value of `what`; AssertionError with `why` after `within_s`. Where `what` asks by HTTP and gets
+    no answer in time, that is a `not yet`."""
     deadline = time.monotonic() + within_s
-    while not (value := what()):
+    while not (value := _now(what)):
         if time.monotonic() > deadline:
             raise AssertionError(f"after {within_s:g} s: {why if isinstance(why, str) else why()}")
         time.sleep(_POLL_S)
     return value
+
+
+def _now(what: Callable[[], Any]) -> Any:
+    try:
+        return what()
+    except httpx.TimeoutException:
+        return None
 
 
 @dataclass(frozen=True)

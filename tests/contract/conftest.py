@@ -10,10 +10,10 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 @pytest.fixture
 def eventually() -> Eventually:
-    """`await eventually(condition)` returns once it holds and fails after 10 seconds."""
+    """`await eventually(condition)` returns once it holds and fails after 60 seconds."""
 
     async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.005)
 

@@ -11,12 +11,19 @@ from nats.aio.client import Server
 from shared.bus import nats, nats_connection
 from shared.bus.base import BusDisconnected, BusError, Message
 from shared.bus.server import NatsServer
+from tests.support_bus import refusal
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 async def echo(message: Message) -> bytes:
     return b"re:" + message.data
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine one client may be back long before its peer."""
+    monkeypatch.setattr(nats, "SETTLE_S", 20.0)
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ async def test_a_server_restart_is_survived(server: NatsServer, eventually: Even
     a = await nats.connect(server.url, "a", options)
     b = await nats.connect(server.url, "b")
     await b.subscribe("x.*", echo)
-    assert await a.request("x.1", b"before", 5) == b"re:before"
+    assert await a.request("x.1", b"before", 30) == b"re:before"
 
     await server.stop()
     await eventually(lambda: not a.connected and not b.connected)
@@ -51,7 +58,7 @@ async def test_a_server_restart_is_survived(server: NatsServer, eventually: Even
 
     await server.start()
     assert await waiting == b"re:patient"
-    assert await a.request("x.2", b"after", 5) == b"re:after"
+    assert await a.request("x.2", b"after", 30) == b"re:after"
     assert a.connected
     assert events == ["down", "up"]
     assert (a.stats.disconnects, a.stats.reconnects) == (1, 1)
@@ -89,7 +96,7 @@ async def test_no_responders_is_not_believed_right_after_a_restart(
     await server.start()
     await eventually(lambda: a.connected)
     # As if b came back a little later than a.
-    asking = asyncio.get_running_loop().create_task(a.request("late", b"", 10))
+    asking = asyncio.get_running_loop().create_task(a.request("late", b"", 30))
     await asyncio.wait([asking], timeout=0.2)
     await b.subscribe("late", echo)
     assert await asking == b"re:"
@@ -131,7 +138,7 @@ async def test_subscriptions_made_and_ended_during_an_outage(
     await old.unsubscribe()
     await b.subscribe("new", echo)
     await server.start()
-    assert await a.request("new", b"", 10) == b"re:"
+    assert await a.request("new", b"", 30) == b"re:"
     with pytest.raises(BusError):
         await a.request("old", b"", 0.2)
 
@@ -142,7 +149,7 @@ async def test_closing_during_an_outage_is_quick(server: NatsServer, eventually:
     await eventually(lambda: not a.connected)
     waiting = asyncio.get_running_loop().create_task(a.request("x", b"", 60))
     await eventually(lambda: a.stats.requests == 1)
-    await asyncio.wait_for(a.close(), 3)
+    await asyncio.wait_for(a.close(), 10)
     with pytest.raises(BusError):
         await waiting
 
@@ -150,10 +157,8 @@ async def test_closing_during_an_outage_is_quick(server: NatsServer, eventually:
 async def test_no_server_is_said_clearly(server: NatsServer) -> None:
     await server.stop()
     options = nats.NatsOptions(connect_timeout_s=0.3)
-    with pytest.raises(
-        BusError, match=rf"no NATS server at 127.0.0.1:{server.port} within 0.3 s: .*Connect call failed"
-    ):
-        await nats.connect(server.url, "a", options)
+    said = rf"no NATS server at 127.0.0.1:{server.port} within 0.3 s: .*Connect call failed"
+    await refusal(said, lambda: nats.connect(server.url, "a", options))
     with pytest.raises(BusError, match="connect"):
         await nats.connect("nats://", "a", options)
 
@@ -198,9 +203,9 @@ async def test_an_error_after_which_the_client_gives_up_is_mended(server: NatsSe
     links[0].write(b"-ERR 'Maximum Account Connections Exceeded'\r\n")
     await eventually(lambda: a.stats.reconnects == 1)
     assert len(links) == 2
-    assert await b.request("x", b"1", 5) == b"re:1"
+    assert await b.request("x", b"1", 30) == b"re:1"
     await b.subscribe("y", echo)
-    assert await a.request("y", b"2", 5) == b"re:2"
+    assert await a.request("y", b"2", 30) == b"re:2"
     await a.close()
     await b.close()
     listener.close()
@@ -230,12 +235,11 @@ async def test_login(tmp_path: Path) -> None:
     async with NatsServer(tmp_path, user="baton", password="s3cret") as server:
         bus = await nats.connect(server.url, "a")
         await bus.subscribe("x", echo)
-        assert await bus.request("x", b"", 5) == b"re:"
+        assert await bus.request("x", b"", 30) == b"re:"
         await bus.close()
         wrong = server.url.replace("s3cret", "guess")
-        with pytest.raises(BusError, match="Authorization Violation") as caught:
-            await nats.connect(wrong, "b", nats.NatsOptions(connect_timeout_s=0.5))
-        assert "guess" not in str(caught.value)
+        options = nats.NatsOptions(connect_timeout_s=0.5)
+        assert "guess" not in await refusal("Authorization Violation", lambda: nats.connect(wrong, "b", options))
 
 
 async def test_a_callback_that_raises_does_no_harm(server: NatsServer, eventually: Eventually) -> None:
@@ -247,7 +251,7 @@ async def test_a_callback_that_raises_does_no_harm(server: NatsServer, eventuall
     await server.stop()
     await server.start()
     await eventually(lambda: a.stats.reconnects == 1)
-    assert await a.request("x", b"", 5) == b"re:"
+    assert await a.request("x", b"", 30) == b"re:"
     await a.close()
 
 

@@ -122,7 +122,7 @@ async def sidecar(tmp_path: Path) -> AsyncIterator[Process]:
     ours.settimeout(60)
     yield Process(child, ours, log)
     ours.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await child.wait()
     os.close(pool)
 

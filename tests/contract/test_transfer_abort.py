@@ -35,7 +35,7 @@ async def test_the_client_leaves_and_its_pages_go_to_another_request(trio: Trio)
     key, secret, first = await trio.open()
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(trio.attempt(key, secret))
-        await asyncio.wait_for(first.wait(), 10)
+        await asyncio.wait_for(first.wait(), 30)
         await asyncio.wait_for(trio.receiver.link.fence(key), 10)
         other = await trio.other_ticket()
         assert isinstance(await sending, TransferError)
@@ -51,7 +51,7 @@ async def test_the_source_pages_are_free_once_the_sender_has_forgotten(trio: Tri
     key, secret, first = await trio.open()
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(trio.attempt(key, secret))
-        await asyncio.wait_for(first.wait(), 10)
+        await asyncio.wait_for(first.wait(), 30)
         await asyncio.wait_for(trio.slow.link.forget(key), 10)
         trio.slow.scramble()  # another prompt's state
         assert isinstance(await sending, TransferError)
@@ -65,7 +65,7 @@ async def test_a_frozen_sender_wakes_when_its_pages_are_anothers(trio: Trio) -> 
     key, secret, first = await trio.open()
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(trio.attempt(key, secret))
-        await asyncio.wait_for(first.wait(), 10)
+        await asyncio.wait_for(first.wait(), 30)
         os.kill(pid(trio.slow), signal.SIGSTOP)
         try:
             await asyncio.wait_for(trio.receiver.link.fence(key), 10)
@@ -85,7 +85,7 @@ async def test_a_frozen_receiver_is_killed_before_its_pages_are_anothers(trio: T
     old, restarts = pid(trio.receiver), len(trio.receiver.restarts)
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(trio.attempt(key, secret))
-        await asyncio.wait_for(first.wait(), 10)
+        await asyncio.wait_for(first.wait(), 30)
         os.kill(old, signal.SIGSTOP)
         await asyncio.wait_for(trio.receiver.link.fence(key), 20)
         with pytest.raises(ProcessLookupError):
@@ -104,7 +104,7 @@ async def test_a_frozen_receiver_cannot_hold_the_senders_pages(trio: Trio) -> No
     signed = await receipt_of_a_whole_transfer(trio)
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(trio.attempt(key, secret))
-        await asyncio.wait_for(first.wait(), 10)
+        await asyncio.wait_for(first.wait(), 30)
         os.kill(pid(trio.receiver), signal.SIGSTOP)
         try:
             await asyncio.wait_for(trio.slow.link.forget(key), 10)
@@ -155,7 +155,7 @@ async def test_a_broken_wire_ends_the_transfer_and_frees_its_pages(
     if where == "before":
         assert not first.is_set()
     else:
-        await asyncio.wait_for(first.wait(), 10)
+        await asyncio.wait_for(first.wait(), 30)
     async with asyncio.timeout(20.0):
         await trio.receiver.link.fence(key)
     other = await trio.other_ticket()

@@ -102,7 +102,7 @@ def test_no_byte_moves_before_the_event(ends: Ends) -> None:
     assert (ends.receiver.bytes == POISON).all()
     ends.sender.bytes[:] = 0x11
     event.set()
-    running.result(5)
+    running.result(60)
     page = LAYOUT.view(ends.receiver.pool.bytes, 0)[:, 3]
     assert set(page.tobytes()) == {0x11}
 
@@ -111,7 +111,7 @@ def test_an_aborted_transfer_ends_while_it_waits_for_its_event(ends: Ends) -> No
     running = ends.start(open_ticket(ends), threading.Event())
     ends.channel.abort()
     with pytest.raises(TransferError):
-        running.result(5)
+        running.result(60)
     assert not ends.channel.is_idle()
 
 
@@ -128,8 +128,8 @@ def test_it_is_confirmed_only_after_it_landed(ends: Ends) -> None:
 
 def test_a_sender_that_goes_silent_times_out_and_leaves(kind: str, tmp_path: Path) -> None:
     """The receiver's stall limit ends it; the ticket can then be fenced at once."""
-    sender = Peer(kind, "sender", tmp_path, Timing(), Faults(delay_s=1.0 if kind == "tcp" else 0.0))
-    receiver = Peer(kind, "receiver", tmp_path, Timing(stall_s=0.2), Faults())
+    sender = Peer(kind, "sender", tmp_path, Timing(), Faults(delay_s=3.0 if kind == "tcp" else 0.0))
+    receiver = Peer(kind, "receiver", tmp_path, Timing(stall_s=1.0), Faults())
     key, secret = new_ticket()
     receiver.door.open(key, secret, TABLE)
     channel = sender.backend.connect(receiver.address)
@@ -149,7 +149,7 @@ def test_a_sender_that_goes_silent_times_out_and_leaves(kind: str, tmp_path: Pat
 
 
 def test_a_receiver_that_goes_silent_is_a_time_out(kind: str, tmp_path: Path) -> None:
-    sender = Peer(kind, "sender", tmp_path, Timing(stall_s=0.2), Faults())
+    sender = Peer(kind, "sender", tmp_path, Timing(stall_s=1.0), Faults())
     receiver = Peer(kind, "receiver", tmp_path, Timing(), Faults())
     key, secret = new_ticket()
     receiver.door.open(key, secret, TABLE)

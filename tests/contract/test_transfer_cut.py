@@ -122,7 +122,7 @@ async def test_the_link_between_two_hosts_breaks_in_a_transfer(hosts: Hosts, tri
     try:
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(trio.attempt(key, secret))
-            await asyncio.wait_for(first.wait(), 10)
+            await asyncio.wait_for(first.wait(), 30)
             hosts.on_receiver(CUTS[cut])
             async with asyncio.timeout(15 * STALL_S):
                 assert isinstance(await sending, TransferError)

@@ -73,7 +73,7 @@ async def test_rows_with_state_land_and_nothing_else_changes(pair: Pair) -> None
     assert receipt == await pair.sender.link.sent(key)
     assert [one.name for one in receipt] == [component.name for component in LAYOUT.components]
     assert [one.num_bytes for one in receipt] == [19 * 120 * 3, 19 * 7 * 2, 72 * 3, 5 * 12]
-    await asyncio.wait_for(first.wait(), 5)
+    await asyncio.wait_for(first.wait(), 30)
     assert pair.sender.link.actual_backend(key) == pair.receiver.link.actual_backend(key) == pair.kind
     await end(pair, key)
 
@@ -119,7 +119,7 @@ async def test_a_component_nothing_was_moved_of_has_an_empty_entry(pair: Pair) -
 async def test_a_transfer_of_nothing_is_announced_and_confirmed(pair: Pair) -> None:
     key, secret, first = await opened(pair)
     await pair.sender.link.send(key, secret, pair.receiver.link.address, ())
-    await asyncio.wait_for(first.wait(), 5)
+    await asyncio.wait_for(first.wait(), 30)
     assert all(one.num_bytes == 0 for one in await pair.receiver.link.received(key))
     await end(pair, key)
 
@@ -250,11 +250,11 @@ async def test_after_a_fence_no_byte_of_the_ticket_is_written(slow_pair: Pair) -
     pair.receiver.poison()
     key, secret, first = await opened(pair)
     sending = asyncio.ensure_future(pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE))  # noqa: TID251
-    await asyncio.wait_for(first.wait(), 5)
+    await asyncio.wait_for(first.wait(), 30)
     await asyncio.wait_for(pair.receiver.link.fence(key), 10)
     pair.receiver.poison()
     with pytest.raises(TransferError):
-        await asyncio.wait_for(sending, 5)
+        await asyncio.wait_for(sending, 12)
     # The same pages under a new ticket: the slow transfer of the new one proves that the old one's time has passed.
     again, secret, _ = await opened(pair)
     await pair.sender.link.send(again, secret, pair.receiver.link.address, (Piece(0, 0, (1, 1, 1), 4),))
@@ -283,7 +283,7 @@ async def test_forgetting_stops_what_is_under_way(slow_pair: Pair) -> None:
     address = pair.receiver.link.address
     async with asyncio.TaskGroup() as tasks:
         sends = [tasks.create_task(_failing(pair, key, secret)) for _ in range(3)]
-        await asyncio.wait_for(first.wait(), 5)
+        await asyncio.wait_for(first.wait(), 30)
         await asyncio.wait_for(pair.sender.link.forget(key), 10)
     assert [type(task.result()) for task in sends if not isinstance(task.result(), TransferError)] == []
     await pair.receiver.link.fence(key)

@@ -74,13 +74,13 @@ async def test_a_peer_that_dies_is_noticed_at_once(pair: Pair, eventually: Event
     old = pair.receiver.link.address
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(outcome(pair, key, secret))
-        await asyncio.wait_for(first.wait(), 5)
+        await asyncio.wait_for(first.wait(), 30)
         started = time.monotonic()
         os.kill(pair.receiver.link.pid, signal.SIGKILL)
         assert isinstance(await sending, PeerLost)
-        assert time.monotonic() - started < 5.0, "a stall is found after 15 s only"
+        assert time.monotonic() - started < 10.0, "a stall is found after 15 s only"
     # Nothing that was receiving is held up, and a new boot takes over.
-    await asyncio.wait_for(pair.receiver.link.fence(key), 5)
+    await asyncio.wait_for(pair.receiver.link.fence(key), 12)
     await eventually(lambda: len(pair.receiver.restarts) == restarts + 1)
     assert pair.receiver.link.address.boot_id != old.boot_id
     with pytest.raises(PeerLost):
@@ -94,12 +94,12 @@ async def test_its_own_sidecar_dies_under_both_sides(pair: Pair, eventually: Eve
     restarts = len(pair.sender.restarts)
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(outcome(pair, key, secret))
-        await asyncio.wait_for(first.wait(), 5)
+        await asyncio.wait_for(first.wait(), 30)
         os.kill(pair.sender.link.pid, signal.SIGKILL)
         assert isinstance(await sending, PeerLost)
-    await asyncio.wait_for(pair.sender.link.forget(key), 5)
+    await asyncio.wait_for(pair.sender.link.forget(key), 12)
     # The receiver can still fence, though its sender never said a word.
-    await asyncio.wait_for(pair.receiver.link.fence(key), 5)
+    await asyncio.wait_for(pair.receiver.link.fence(key), 12)
     pair.receiver.poison()
     await eventually(lambda: len(pair.sender.restarts) == restarts + 1)
     assert (pair.receiver.pool == POISON).all()
@@ -123,14 +123,14 @@ async def test_lost_tickets_are_named_and_unknown_afterwards(pair: Pair, eventua
 
 async def test_a_frozen_sender_cannot_hold_a_fence(pair: Pair) -> None:
     key, secret, first = await opened(pair)
+    pid = pair.receiver.link.pid
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(outcome(pair, key, secret))
-        await asyncio.wait_for(first.wait(), 5)
+        await asyncio.wait_for(first.wait(), 30)
         os.kill(pair.sender.link.pid, signal.SIGSTOP)
         try:
-            started = time.monotonic()
             await pair.receiver.link.fence(key)
-            assert time.monotonic() - started < 4.0, "at 5 s its own sidecar would be killed"
+            assert psutil.pid_exists(pid), "one that does not answer in 5 s is killed"
             pair.receiver.poison()
         finally:
             os.kill(pair.sender.link.pid, signal.SIGCONT)
@@ -156,6 +156,9 @@ async def test_a_hung_sidecar_is_killed_rather_than_believed(eventually: Eventua
 async def test_a_hung_sidecar_is_found_without_traffic(eventually: Eventually, tmp_path: Path) -> None:
     side = await sidecar_side(SidecarOptions("hung", tmp_path, ping_interval_s=0.05, hang_timeout_s=2.0))
     os.kill(side.link.pid, signal.SIGSTOP)
+    started, pid = time.monotonic(), side.link.pid
+    await eventually(lambda: side.link.pid != pid)
+    assert time.monotonic() - started < 9.0, "one that is asked nothing has 10 s, unless the options say otherwise"
     await eventually(lambda: "up" in side.restarts)
     await side.close()
 
@@ -184,13 +187,13 @@ async def test_silence_is_measured(eventually: Eventually, tmp_path: Path) -> No
 
 
 async def test_a_worker_that_stood_still_does_not_blame_its_sidecar(tmp_path: Path) -> None:
-    side = await sidecar_side(SidecarOptions("well", tmp_path, fence_timeout_s=1.0))
+    side = await sidecar_side(SidecarOptions("well", tmp_path, fence_timeout_s=3.0))
     pid, key, secret = side.link.pid, *new_ticket()
     await side.link.open(key, secret, TABLE, lambda _key: None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(side.link.fence(key))
         await asyncio.sleep(0)
-        time.sleep(1.2)
+        time.sleep(3.2)
     await side.link.counters()
     assert (side.link.pid, side.restarts) == (pid, [])
     await side.close()
@@ -244,9 +247,9 @@ async def fast(
 def connect(pair: Pair, directory: Path) -> socket.socket:
     address = pair.receiver.link.address
     if pair.kind == "tcp":
-        return socket.create_connection((address.host, address.port), timeout=5)
+        return socket.create_connection((address.host, address.port), timeout=30)
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(5)
+    sock.settimeout(30)
     sock.connect(str(directory / address.socket))
     return sock
 
@@ -321,20 +324,21 @@ async def test_tickets_leave_nothing_behind(fast: tuple[Pair, Path]) -> None:
     assert is_flat(rounds[-1]), rounds
 
 
-async def test_many_peers_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_many_peers_that_come_and_go_leave_nothing_behind(tmp_path: Path, eventually: Eventually) -> None:
     """A peer's boots are not remembered: their channels, mappings and sockets go with them."""
     options = SidecarOptions("p", tmp_path)
     sender = await sidecar_side(options)
-    counts = []
+    first: int | None = None
     for _ in range(4):
         receiver = await sidecar_side(options)
         key, secret = new_ticket()
         await receiver.link.open(key, secret, TABLE, lambda _key: None)
         await sender.link.send(key, secret, receiver.link.address, PIECES)
         await sender.link.forget(key)
-        counts.append(resources(sender)[0])
+        first = first or resources(sender)[0]
+        # The channel to the peer before closes a moment after that one has gone.
+        await eventually(lambda most=first: resources(sender)[0] <= most)
         await receiver.close()
-    assert max(counts) == min(counts)
     await sender.close()
 
 

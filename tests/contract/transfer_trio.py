@@ -111,7 +111,7 @@ async def make_trio(
 ) -> Trio:
     """slow: over shared memory the receiver's copier is the slow one, over TCP the sender. apart: where the first
     sender's process is started; the two others are started where the caller is."""
-    options = SidecarOptions("s", directory, transfer=kind, arguments=flags, fence_timeout_s=2.0)
+    options = SidecarOptions("s", directory, transfer=kind, arguments=flags, fence_timeout_s=3.0)
     dragging = replace(options, arguments=(*flags, "--faults", f"transfer.delay_s={LAYER_S}")) if slow else options
     with apart or nullcontext():
         sender = await sidecar_side(replace(dragging if kind == "tcp" else options, name="sender"))

@@ -32,7 +32,7 @@ class FloodedCluster(RealCluster):
     def start(self) -> None:
         super().start()
         self._ports = {role: self.workers(role)[0]["http_port"] for role in LISTENERS}
-        self._direct = httpx.Client()
+        self._direct = httpx.Client(timeout=60.0)
 
     def stop(self) -> None:
         self._direct.close()

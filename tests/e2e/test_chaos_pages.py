@@ -14,7 +14,7 @@ from tests.support_visitor import Visitor, prompt_of, report_of, tickets
 
 POOL, WHOLE = 41, 640
 """Pages of either pool, and a prompt that fills it, but for the page of the first answer tokens."""
-PHASE_S = 60.0
+PHASE_S = 120.0
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])

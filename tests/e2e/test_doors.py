@@ -51,21 +51,26 @@ def test_keys_and_a_password_by_the_environment(tmp_path: Path) -> None:
         }
         with gateway(tmp_path, "--nats-url", url, "--log-level", "debug", **secrets) as process:
             base = serving_at(tmp_path)
-            assert httpx.get(f"{base}/v1/models").status_code == 401
+            assert httpx.get(f"{base}/v1/models", timeout=60.0).status_code == 401
             key = {"Authorization": f"Bearer {KEY}"}
-            assert httpx.get(f"{base}/v1/models", headers=key).json()["data"][0]["id"] == "toy"
+            assert httpx.get(f"{base}/v1/models", headers=key, timeout=60.0).json()["data"][0]["id"] == "toy"
             body = {"model": "toy", "prompt": [1, 2, 3]}
-            assert httpx.post(f"{base}/v1/completions", json=body).status_code == 401
-            assert httpx.post(f"{base}/v1/completions", json=body, headers=key).json()["error"]["code"] == "no_worker"
-            assert httpx.get(f"{base}/health").json()["reason"] == "no decode worker is ready"
-            assert "baton_ready" in httpx.get(f"{base}/metrics").text
-            assert httpx.get(f"{base}/cluster").status_code == 401
-            poll(
-                lambda: httpx.get(f"{base}/cluster", headers=key).json()["workers"], "it hears nobody, not itself", 15.0
+            assert httpx.post(f"{base}/v1/completions", json=body, timeout=60.0).status_code == 401
+            assert (
+                httpx.post(f"{base}/v1/completions", json=body, headers=key, timeout=60.0).json()["error"]["code"]
+                == "no_worker"
             )
-            shown = httpx.get(f"{base}/cluster", headers=key).text
+            assert httpx.get(f"{base}/health", timeout=60.0).json()["reason"] == "no decode worker is ready"
+            assert "baton_ready" in httpx.get(f"{base}/metrics", timeout=60.0).text
+            assert httpx.get(f"{base}/cluster", timeout=60.0).status_code == 401
+            poll(
+                lambda: httpx.get(f"{base}/cluster", headers=key, timeout=60.0).json()["workers"],
+                "it hears nobody, not itself",
+                60.0,
+            )
+            shown = httpx.get(f"{base}/cluster", headers=key, timeout=60.0).text
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         for text in (shown, (tmp_path / "log").read_text()):
             assert KEY not in text
             assert "s3cret" not in text
@@ -84,7 +89,7 @@ def test_keys_and_a_password_by_the_environment(tmp_path: Path) -> None:
 )
 def test_a_wrong_door_is_named_at_the_start(variables: dict[str, str], said: str, tmp_path: Path) -> None:
     with gateway(tmp_path, **variables) as process:
-        assert process.wait(30) == 78
+        assert process.wait(60) == 78
     text = (tmp_path / "log").read_text()
     assert said in text
     assert "s3cret" not in text

@@ -114,7 +114,7 @@ def test_without_a_decode_worker_nothing_is_served_but_said(tmp_path: Path) -> N
     with RealCluster(tmp_path, restart=False) as lone:
         lone.signal("decode-0", signal.SIGTERM)
         poll(lambda: not lone.workers("decode"), "the decode worker does not end", 30.0)
-        health = httpx.get(f"{lone.url}/health")
+        health = httpx.get(f"{lone.url}/health", timeout=60.0)
         assert (health.status_code, health.json()["reason"]) == (503, "no decode worker is ready")
         refused = lone.complete(prompt=PROMPT, max_tokens=2)
         assert (refused.status, refused.body["error"]["code"]) == (503, "no_worker")

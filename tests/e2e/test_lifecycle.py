@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,19 +190,19 @@ def test_a_gateway_lets_streams_finish_and_nobody_in(cluster: RealCluster) -> No
     body = body_of(prompt=PROMPT, max_tokens=1)
 
     def refused() -> httpx.Response | None:
-        answer = httpx.post(cluster.url + COMPLETIONS, json=body, timeout=30.0)
+        answer = httpx.post(cluster.url + COMPLETIONS, json=body, timeout=60.0)
         return answer if answer.status_code != 200 else None
 
     answer: httpx.Response = poll(refused, "it goes on letting requests in", DRAIN_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
     assert int(answer.headers["Retry-After"]) >= 1
-    health = httpx.get(f"{cluster.url}/health")
+    health = httpx.get(f"{cluster.url}/health", timeout=60.0)
     assert (health.status_code, health.json()["reason"]) == (503, "the gateway is draining")
     assert short.result().tokens == [expected]
     assert short.seen.ended
     check_ended_as_error(long.result(), "shutting_down")
     exit_line(cluster, "gateway", 1)
-    poll(lambda: not psutil.pid_exists(pid), "it is still there", 10.0)
+    poll(lambda: not psutil.pid_exists(pid), "it is still there", 60.0)
 
 
 def test_a_frozen_sidecar_is_replaced_and_its_tickets_end(cluster: RealCluster) -> None:
@@ -214,16 +214,20 @@ def test_a_frozen_sidecar_is_replaced_and_its_tickets_end(cluster: RealCluster) 
     requests = [Request(cluster.url, PROMPT, SHORT) for _ in range(3)]
     try:
         health = f"http://127.0.0.1:{before['http_port']}/health"
-        poll(lambda: "has not answered" in httpx.get(health).text, "the worker takes itself for healthy", 15.0)
+        poll(
+            lambda: "has not answered" in httpx.get(health, timeout=60.0).text,
+            "the worker takes itself for healthy",
+            15.0,
+        )
         poll(lambda: not psutil.pid_exists(pid), "the sidecar is still there", 30.0)
     finally:
-        if psutil.pid_exists(pid):
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     for request in requests:
         seen = request.result()
         typed = seen.error is not None and seen.error["code"] in ("peer_lost", "transfer_timeout", "no_worker")
         assert typed or (seen.error is None and seen.ended), seen
-    poll(lambda: httpx.get(health).status_code == 200, "the worker does not get well", 30.0)
+    poll(lambda: httpx.get(health, timeout=60.0).status_code == 200, "the worker does not get well", 60.0)
     after = cluster.worker("decode-0")
     assert after is not None
     assert after["boot_id"] == before["boot_id"], "the worker itself lives on"
@@ -280,7 +284,7 @@ def test_an_end_while_the_model_is_prepared(role: str, nats_url: str, tmp_path: 
                 seen = psutil.Process(process.pid)
                 poll(lambda: str(lock) in [file.path for file in seen.open_files()], "it does not prepare", 120.0)
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(20.0) == 0
+                assert process.wait(60.0) == 0
             finally:
                 process.kill()
                 assert process.stderr is not None

@@ -18,6 +18,7 @@ from shared.protocol.messages import WorkerReport, decode
 from shared.transfer.link import Piece
 from shared.transfer.sidecar_link import SidecarOptions
 from tests.contract.transfer_links import Side, new_ticket, sidecar_side
+from tests.support_client import is_alive
 
 TABLE = ((3, 4, 9), (), (), ())
 PIECES = (Piece(0, 0, (7, 8, 2), 3),)
@@ -36,7 +37,7 @@ WORKER = """
 """
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -113,10 +114,10 @@ async def test_a_sidecar_ends_with_its_worker(tmp_path: Path) -> None:
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(tmp_path), stdout=subprocess.PIPE)
     assert worker.stdout is not None
     pid = int(await worker.stdout.readline())
-    assert psutil.pid_exists(pid)
+    sidecar = psutil.Process(pid)
     worker.kill()
     await worker.wait()
-    await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not is_alive(sidecar))
     assert os.listdir(tmp_path) == []
 
 
