@@ -56,9 +56,9 @@ def test_logits_stay_close(prepared: PreparedModel, name: str, monkeypatch: pyte
 def test_the_identity_names_the_format(prepared: PreparedModel) -> None:
     names = ("float32", *LOGIT_ERROR)
     identities = [load_model(prepared.directory, weights=name).identity for name in names]
-    assert identities == [f"{prepared.identity}:{name}" for name in names]
-    default = load_model(prepared.directory, weights=None).identity
-    assert default == f"{prepared.identity}:{default_weights('cpu', 'float32', prepared.config.architecture)}"
+    assert identities == [f"{prepared.identity}:{name}:kv-float32" for name in names]
+    default = default_weights("cpu", "float32", prepared.config.architecture)
+    assert load_model(prepared.directory, weights=None).identity == identities[names.index(default)]
 
 
 def test_a_format_is_made_once_and_the_float32_weights_stay(prepared: PreparedModel) -> None:
