@@ -8,7 +8,7 @@ import pytest
 
 from shared.bus.base import BusError
 
-_UNHEARD = "no answer|reset|unexpected EOF"
+_UNHEARD = "no answer|reset|Broken pipe|unexpected EOF"
 
 
 async def refusal(said: str, attempt: Callable[[], Awaitable[object]]) -> str:

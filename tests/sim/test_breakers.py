@@ -9,6 +9,7 @@ import pytest
 from shared.bus.memory import Envelope
 from shared.protocol.messages import Verdict
 from shared.runtime.errors import EngineError, InvalidRequest, PeerLost
+from shared.transfer.link import OwnSidecarLost
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.processes import Worker
 from tests.sim.virtual_time import run_virtual
@@ -93,6 +94,23 @@ def test_sidecars_that_cannot_reach_each_other_cost_no_request(end: str) -> None
             assert health(cluster).get((bad.peer, end)) in ("open", "half_open")
             cluster.network.links[bad.link._boot_id] = bad.link
             bad.link.send = whole  # type: ignore[method-assign]
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_worker_whose_own_sidecar_is_gone_is_blamed_alone() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(60), Cluster(prefills=2, decodes=2) as cluster:
+            bad = cluster.prefills[0]
+
+            async def gone(*_: Any) -> None:
+                raise OwnSidecarLost("the worker's own sidecar is gone")
+
+            bad.link.send = gone  # type: ignore[method-assign]
+            for number in range(6):
+                assert (await cluster.ask(prompt_of(9, seed=number), **SAMPLING)).error is None
+            assert set(cluster.gateway.rooms.breakers._breakers) == {(bad.peer, "prefill")}
             await cluster.settle()
 
     run_virtual(scenario())
