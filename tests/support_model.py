@@ -26,8 +26,9 @@ def real_prepared() -> PreparedModel:
 
 
 @cache
-def real_model(kv_dtype: str = "float32") -> Model:
-    return load_model(real_prepared().directory, kv_dtype=kv_dtype)
+def real_model(kv_dtype: str = "float32", weights: str | None = "float32") -> Model:
+    """weights: None for what workers take where nothing is said."""
+    return load_model(real_prepared().directory, weights=weights, kv_dtype=kv_dtype)
 
 
 class PagedSequences:

@@ -49,7 +49,7 @@ class Given:
 def solo_logits(prompt: tuple[int, ...], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Per answer, float64 logits [its length, vocab]: row i is what its token i is chosen from. The prompt is computed
     once and alone, the answers behind copies of it."""
-    sequences = PagedSequences(real_model(), len(answers), len(prompt) + max(map(len, answers)))
+    sequences = PagedSequences(real_model(weights=None), len(answers), len(prompt) + max(map(len, answers)))
     with torch.inference_mode():
         first = sequences.step({0: list(prompt)}).double().numpy()
         sequences.fork(0)
