@@ -34,6 +34,8 @@ def test_one_question_by_flag_and_a_clear_word_where_nothing_answers(cluster: Re
 
 
 def test_ctrl_c_at_the_prompt_ends_it(cluster: RealCluster) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ours, theirs = pty.openpty()
     chat = subprocess.Popen([*CHAT, cluster.url], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
