@@ -129,6 +129,10 @@ class Engine(Protocol):
     def start_local(self, key: TicketKey) -> None:
         """D computes the prompt itself, then decodes; tokens from index 0 on are delivered to the listener."""
 
+    def begun_at(self, key: TicketKey) -> float | None:
+        """When the prompt had its turn: the clock's time as the first step with a part of it was dispatched; None
+        before, and for an unknown key."""
+
     def finish_choice(self, key: TicketKey, choice: int) -> None:
         """Stops one choice (a stop string, a client that left). Nothing of it is delivered afterwards."""
 

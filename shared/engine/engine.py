@@ -145,6 +145,10 @@ class BatchEngine:
         self._scheduler.start_prompt(self._group(key))
         self._wake.set()
 
+    def begun_at(self, key: TicketKey) -> float | None:
+        group = self._scheduler.groups.get(key)
+        return None if group is None else group.begun_at
+
     def finish_choice(self, key: TicketKey, choice: int) -> None:
         group = self._scheduler.groups.get(key)
         if group is not None and group.decodes and choice < len(group.choices):
@@ -228,6 +232,9 @@ class BatchEngine:
 
     async def _step(self, plan: StepPlan) -> StepEffects:
         self._dispatched_at = started = self._clock.now()
+        for row in plan.rows:
+            if row.choice is None and (group := self._scheduler.groups[row.key]).begun_at is None:
+                group.begun_at = started
         try:
             result = await self._executor.run(lambda: self._runner.execute(plan))
         except asyncio.CancelledError:

@@ -47,7 +47,8 @@ class Group:
     after clipping. copies: still to be carried out, in the first step that runs a choice. ahead: chunks computed
     that the consumer has not taken. saved: its state in host memory, while it is preempted. gave_way: it was
     preempted and has not come back. loading: the step under way brings its state back. passed: tokens that groups which
-    started later computed while this one had some to compute.
+    started later computed while this one had some to compute. begun_at: when the first step with a part of the prompt
+    was dispatched.
 
     On P: asked: somebody takes its chunks. optimistic: it is computed though nobody does yet; attempts: how often
     that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn."""
@@ -71,6 +72,7 @@ class Group:
     gave_way: bool = False
     loading: bool = False
     passed: int = 0
+    begun_at: float | None = None
     in_step: bool = False
     retiring: bool = False
     asked: bool = False

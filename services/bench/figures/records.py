@@ -47,7 +47,7 @@ class RequestRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """What Baton says it waited, at the gateway and at the prefill worker; None from other servers."""
+        """What Baton says it waited, at the gateway and before its prompt had its turn; None from other servers."""
         waits = [(self.timings or {}).get(name) for name in ("queue_s", "prefill_queue_s")]
         known = [float(wait) for wait in waits if isinstance(wait, int | float)]
         return sum(known) if known else None
