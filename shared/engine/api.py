@@ -7,6 +7,7 @@ from `reserve` until `retire` has returned; a step already dispatched counts as 
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from shared.protocol.messages import FinishReason, FirstToken, Geometry, SamplingSpec, TokenLogprob
@@ -99,9 +100,12 @@ class Engine(Protocol):
     def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
         """(pages, slots) that `reserve` would take. InvalidRequest where it could never fit."""
 
-    def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
+    def reserve(
+        self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, deadline: float = inf
+    ) -> None:
         """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
-        PoolExhausted having taken nothing. InvalidRequest where it could never fit.
+        PoolExhausted having taken nothing. InvalidRequest where it could never fit. deadline: by the engine's clock;
+        it says whose prompt has its turn first (`turns.py`) and ends nothing.
 
         P may say yes on the strength of prompts that were computed ahead: they give way, and `prefill` begins once
         their pages are free."""

@@ -45,6 +45,22 @@ def test_what_a_prompt_waits_for_its_turn_is_queue_wherever_it_is_computed(
     run_virtual(scenario())
 
 
+def test_of_two_alike_the_one_with_less_time_is_computed_first() -> None:
+    """One step for each prompt; both come while another one is computed."""
+
+    async def scenario() -> None:
+        async with Cluster(prefills=0, mode="colocated", **CLUSTER) as cluster:  # type: ignore[arg-type]
+            tasks = []
+            for seed, timeout_s in enumerate((60.0, 60.0, 30.0)):
+                asking = cluster.ask(prompt_of(40, seed=seed), path="local", max_tokens=1, timeout_s=timeout_s)
+                tasks.append(asyncio.get_running_loop().create_task(asking))
+                await asyncio.sleep(0.25)
+            waits = [(await task).timings["prefill_queue_s"] for task in tasks]
+            assert waits == pytest.approx([0.0, 1.75, 0.5], abs=0.02)
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize(("late_s", "queue_s", "prefill_s"), [(1.5, 1.5, 0.5), (6.0, 6.0, 0.0)])
 def test_what_is_computed_ahead_of_the_destination_is_queue(late_s: float, queue_s: float, prefill_s: float) -> None:
     """Two steps of a second, begun at once."""
