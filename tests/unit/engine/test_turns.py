@@ -46,6 +46,13 @@ def test_separated_borders_are_multiples_of_the_chunk_whatever_runs_beside() -> 
     assert cuts == [(2, 0, 8), (2, 8, 16), (2, 16, 20)]
 
 
+def test_what_somebody_computes_itself_is_no_passing() -> None:
+    books = Books(prefill_chunk=8, max_step_tokens=16)
+    groups = [books.prompt(number, length, decodes=True) for number, length in ((1, 20), (2, 8))]
+    assert books.step() == [(2, 0, 8), (1, 0, 8)]
+    assert [group.passed for group in groups] == [8, 0]
+
+
 def test_a_long_prompt_is_passed_by_as_much_as_it_has_left_and_no_more() -> None:
     """Short ones keep coming; it is two chunks long."""
     books = Books(prefill_chunk=8, max_step_tokens=8)

@@ -63,6 +63,16 @@ def test_where_prompts_are_computed_by_d_the_one_with_fewest_ahead_is_chosen() -
     assert route.decode is roomy
 
 
+def test_of_those_with_as_many_prompts_ahead_the_emptiest_is_chosen_and_one_that_waits_is_ahead_too() -> None:
+    full, empty = (worker("decode", name, free, queues={"waiting": 1}) for name, free in (("d0", 40), ("d1", 90)))
+    route = choose(LOCAL, [], [full, empty])
+    assert route is not None
+    assert route.decode is empty
+    route = choose(LOCAL, [], [empty, worker("decode", "d2", 40)])
+    assert route is not None
+    assert route.decode.report.id == "d2"
+
+
 async def test_a_worker_of_another_mode_is_named() -> None:
     known = registry()
     known.observe(report("decode", "d0", settings={"mode": "colocated"}))
