@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
+from services.gateway.generation import PathPolicy
 from shared.bus.memory import Envelope
 from shared.protocol import subjects
 from shared.runtime.mode import Mode
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.virtual_time import run_virtual
 
-CLUSTER = {"num_pages": 256, "prefill_chunk": 8, "step_tokens": 32, "step_s": 1.0}
+CLUSTER: dict[str, Any] = {"num_pages": 256, "prefill_chunk": 8, "step_tokens": 32, "step_s": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -24,17 +26,17 @@ CLUSTER = {"num_pages": 256, "prefill_chunk": 8, "step_tokens": 32, "step_s": 1.
     ],
 )
 def test_what_a_prompt_waits_for_its_turn_is_queue_wherever_it_is_computed(
-    path: str, mode: Mode, prefill_s: float
+    path: PathPolicy, mode: Mode, prefill_s: float
 ) -> None:
     """It comes while a step is under way, and begins with the next one."""
 
     async def scenario() -> None:
-        async with Cluster(prefills=int(mode == "separated"), mode=mode, **CLUSTER) as cluster:  # type: ignore[arg-type]
+        async with Cluster(prefills=int(mode == "separated"), mode=mode, **CLUSTER) as cluster:
             ahead = asyncio.get_running_loop().create_task(
-                cluster.ask(prompt_of(24), path=path, max_tokens=2, ignore_eos=True)  # type: ignore[arg-type]
+                cluster.ask(prompt_of(24), path=path, max_tokens=2, ignore_eos=True)
             )
             await asyncio.sleep(0.25)
-            answer = await cluster.ask(prompt_of(32, seed=1), path=path, max_tokens=2, ignore_eos=True)  # type: ignore[arg-type]
+            answer = await cluster.ask(prompt_of(32, seed=1), path=path, max_tokens=2, ignore_eos=True)
             assert (answer.error, answer.path, (await ahead).error) == (None, path, None)
             found = answer.timings
             assert found["prefill_queue_s"] == pytest.approx(0.75, abs=0.02)
@@ -49,7 +51,7 @@ def test_of_two_alike_the_one_with_less_time_is_computed_first() -> None:
     """One step for each prompt; both come while another one is computed."""
 
     async def scenario() -> None:
-        async with Cluster(prefills=0, mode="colocated", **CLUSTER) as cluster:  # type: ignore[arg-type]
+        async with Cluster(prefills=0, mode="colocated", **CLUSTER) as cluster:
             tasks = []
             for seed, timeout_s in enumerate((60.0, 60.0, 30.0)):
                 asking = cluster.ask(prompt_of(40, seed=seed), path="local", max_tokens=1, timeout_s=timeout_s)
@@ -70,7 +72,7 @@ def test_what_is_computed_ahead_of_the_destination_is_queue(late_s: float, queue
         return (late_s if is_destination else 0.0,)
 
     async def scenario() -> None:
-        async with Cluster(optimistic_attempts=1, policy=policy, **CLUSTER) as cluster:  # type: ignore[arg-type]
+        async with Cluster(optimistic_attempts=1, policy=policy, **CLUSTER) as cluster:
             answer = await cluster.ask(prompt_of(16), max_tokens=2, ignore_eos=True)
             assert (answer.error, answer.path) == (None, "remote")
             assert answer.timings["prefill_queue_s"] == pytest.approx(queue_s, abs=0.02)
