@@ -43,7 +43,7 @@ class ClusterSampler:
             if last and all(worker.at_s >= ended_s for worker in last):
                 break
             await asyncio.sleep(_POLL_S)
-        self._keep(last)
+        self.history.last = last
 
     def _keep(self, sample: list[WorkerSample]) -> None:
         if sample:

@@ -42,7 +42,7 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
     def __init__(self, deps: Deps, engine: Engine, link: Link) -> None:
         super().__init__(deps, engine, link)
         self.logs: Tombstones[tuple[TokenEntry, ...]] = Tombstones(deps.clock, capacity=128, keep_s=30.0)
-        self.outbox = TokenOutbox(deps, self.tickets.find)
+        self.outbox = TokenOutbox(deps, self.tickets.find, engine.begun_at)
         self._flow = flow.DecodeFlow(deps, engine, link, self.outbox)
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:

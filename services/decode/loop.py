@@ -19,9 +19,15 @@ from shared.transfer.link import TicketKey
 class TokenOutbox:
     """The engine's listener. One task sends; what arrives while a message is on its way leaves together in the next."""
 
-    def __init__(self, deps: Deps, find: Callable[[TicketKey], DecodeTicket | None]) -> None:
+    def __init__(
+        self,
+        deps: Deps,
+        find: Callable[[TicketKey], DecodeTicket | None],
+        begun_at: Callable[[TicketKey], float | None],
+    ) -> None:
         self._deps = deps
         self._find = find
+        self._begun_at = begun_at
         self._pending: dict[str, dict[tuple[int, int], TokenEntry]] = {}
         self._timings: dict[str, dict[int, TicketTimings]] = {}
         self._wake = asyncio.Event()
@@ -33,6 +39,8 @@ class TokenOutbox:
             if ticket is None or not ticket.log(out):
                 self._deps.counters.add("tokens_dropped")
                 continue
+            if out.index == 0:
+                self._time_prompt(ticket)
             self.send_from(ticket, out.index, out.choice)
         for failure in output.failed:
             if (ticket := self._find(failure.key)) is not None:
@@ -43,6 +51,13 @@ class TokenOutbox:
         for key in output.resumed:
             if (ticket := self._find(key)) is not None:
                 ticket.apply(machine.Resumed(key.generation))
+
+    def _time_prompt(self, ticket: DecodeTicket) -> None:
+        """The engine has drawn token 0, so the prompt was computed here."""
+        now = self._deps.clock.now()
+        begun_at = self._begun_at(ticket.key) or now
+        told = {"queue_s": begun_at - ticket.granted_at, "prefill_s": now - begun_at}
+        ticket.timings = ticket.timings.model_copy(update=told)
 
     def send_from(self, ticket: DecodeTicket, index: int, choice: int | None = None) -> None:
         """Queues choice `choice` (all of them: None) from token `index` on for the ticket's gateway."""

@@ -8,8 +8,8 @@ from shared.runtime.clock import Clock
 
 
 class Stopwatch:
-    """All times are seconds. `queue_s` is the gateway's queue, `prefill_queue_s` P's; `handoff_gap_s` is from the first
-    token to the second as the gateway saw them."""
+    """All times are seconds. `queue_s` is the gateway's queue, `prefill_queue_s` that of whoever computes the prompt;
+    `handoff_gap_s` is from the first token to the second as the gateway saw them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -24,13 +24,13 @@ from services.launcher.state_dir import free_port, open_state_dir
 from shared.engine.weights.catalog import prepare
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.packed import prepare_weights
+from shared.runtime.flags import unknown_variables
 from shared.runtime.settings import (
     ROLES,
     ConfigError,
     GatewaySettings,
     WorkerSettings,
     load_settings,
-    unknown_variables,
 )
 
 

@@ -74,15 +74,15 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
         with ticket.scope:
             ticket.scope.check()
             async with until(ticket.deadline, "the prompt"):
-                accepted_at = p.deps.clock.now()
                 if p.settings.optimistic_attempts and not ticket.destination.done():  # by default no prefill is wasted
                     ticket.apply(machine.BegunAhead(ticket.key.generation))
                     p.engine.compute_ahead(ticket.key, p.settings.optimistic_attempts)
                 destination = await _await_destination(p, ticket)
-                begun_at = p.deps.clock.now()
+                asked_at = p.deps.clock.now()
                 first, computed_at = await _compute_and_send(p, ticket, destination)
+                begun_at = max(asked_at, p.engine.begun_at(ticket.key) or asked_at)  # before: it was computed ahead
                 timings = PrefillTimings(
-                    queue_s=begun_at - accepted_at,
+                    queue_s=begun_at - ticket.granted_at,
                     prefill_s=computed_at - begun_at,
                     transfer_s=p.deps.clock.now() - computed_at,
                     backend=p.link.actual_backend(ticket.key),

@@ -6,7 +6,8 @@ import sys
 
 from services.sidecar.server import run
 from services.sidecar.settings import SidecarProcessSettings
-from shared.runtime.settings import ConfigError, load_settings, parse_flags
+from shared.runtime.flags import parse_flags
+from shared.runtime.settings import ConfigError, load_settings
 from shared.runtime.telemetry import setup_logging
 
 _EXIT_CONFIG = 78

@@ -7,6 +7,7 @@ from `reserve` until `retire` has returned; a step already dispatched counts as 
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from shared.protocol.messages import FinishReason, FirstToken, Geometry, SamplingSpec, TokenLogprob
@@ -99,9 +100,12 @@ class Engine(Protocol):
     def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
         """(pages, slots) that `reserve` would take. InvalidRequest where it could never fit."""
 
-    def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
+    def reserve(
+        self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, deadline: float = inf
+    ) -> None:
         """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
-        PoolExhausted having taken nothing. InvalidRequest where it could never fit.
+        PoolExhausted having taken nothing. InvalidRequest where it could never fit. deadline: by the engine's clock;
+        it says whose prompt has its turn first (`turns.py`) and ends nothing.
 
         P may say yes on the strength of prompts that were computed ahead: they give way, and `prefill` begins once
         their pages are free."""
@@ -128,6 +132,10 @@ class Engine(Protocol):
 
     def start_local(self, key: TicketKey) -> None:
         """D computes the prompt itself, then decodes; tokens from index 0 on are delivered to the listener."""
+
+    def begun_at(self, key: TicketKey) -> float | None:
+        """When the prompt had its turn: the clock's time as the first step with a part of it was dispatched; None
+        before, and for an unknown key."""
 
     def finish_choice(self, key: TicketKey, choice: int) -> None:
         """Stops one choice (a stop string, a client that left). Nothing of it is delivered afterwards."""

@@ -6,6 +6,7 @@ Steps never overlap. All books are kept on the event loop; the compute thread se
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from math import inf
 
 from shared.engine.api import ChunkDone, EngineStats, StepListener, StepOutput
 from shared.engine.batch import StepPlan
@@ -76,10 +77,14 @@ class BatchEngine:
     def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
         return self._capacity.check(self._new_group(_NOBODY, prompt, sampling, decodes))
 
-    def reserve(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> None:
+    def reserve(
+        self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, deadline: float = inf
+    ) -> None:
         if key in self._scheduler.groups:
             raise ValueError(f"{key} is reserved already")
-        self._scheduler.reserve(self._new_group(key, prompt, sampling, decodes))
+        group = self._new_group(key, prompt, sampling, decodes)
+        group.deadline = deadline
+        self._scheduler.reserve(group)
         self._wake.set()  # others may have to give way
 
     def _new_group(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, decodes: bool) -> Group:
@@ -144,6 +149,10 @@ class BatchEngine:
         self._check_open()
         self._scheduler.start_prompt(self._group(key))
         self._wake.set()
+
+    def begun_at(self, key: TicketKey) -> float | None:
+        group = self._scheduler.groups.get(key)
+        return None if group is None else group.begun_at
 
     def finish_choice(self, key: TicketKey, choice: int) -> None:
         group = self._scheduler.groups.get(key)
@@ -228,6 +237,9 @@ class BatchEngine:
 
     async def _step(self, plan: StepPlan) -> StepEffects:
         self._dispatched_at = started = self._clock.now()
+        for row in plan.rows:
+            if row.choice is None and (group := self._scheduler.groups[row.key]).begun_at is None:
+                group.begun_at = started
         try:
             result = await self._executor.run(lambda: self._runner.execute(plan))
         except asyncio.CancelledError:

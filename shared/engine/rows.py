@@ -13,10 +13,12 @@ def chunk_rows(
     groups: Collection[Group], num_decodes: int, settings: EngineSettings, eos_token_ids: frozenset[int]
 ) -> list[Row]:
     """The parts of prompts that a step computes beside the rows of `num_decodes` choices. What is computed ahead has
-    its turn only when nobody waits for anything else. groups: in the order of their start."""
+    its turn only when nobody waits for anything else. groups: in the order of their start, which counts where their
+    deadlines are equal."""
     works = _waited_for(groups, settings) or _ahead(groups)
     if not works:
         return []
+    works.sort(key=lambda work: work.group.deadline)
     parts = share_out(in_turn(works), num_decodes, settings)
     count_passes(works, parts)
     return [

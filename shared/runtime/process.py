@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shared.runtime.errors import BatonError
+from shared.runtime.flags import parse_flags, unknown_variables
 from shared.runtime.last_resort import exit_within
 from shared.runtime.service import Service
-from shared.runtime.settings import CommonSettings, ConfigError, load_settings, parse_flags, unknown_variables
+from shared.runtime.settings import CommonSettings, ConfigError, load_settings
 from shared.runtime.telemetry import setup_logging
 
 log = logging.getLogger(__name__)

@@ -1,16 +1,13 @@
 """Settings of every process: what can be set, from where it is read, and how a mistake is explained.
 
 Highest first: flags (`--page-tokens 32`), `BATON_<ROLE>_<FIELD>`, `BATON_<FIELD>`, then the TOML file that
-`BATON_CONFIG` names: its section of the role, then its `[common]`. So every setting can differ per role. Nothing else
-reads the environment.
+`BATON_CONFIG` names: its section of the role, then its `[common]`. So every setting can differ per role. Nobody else
+reads settings from the environment.
 """
 
-import argparse
-import difflib
 import os
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -24,21 +21,19 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from shared.runtime.config_file import CONFIG_VARIABLE as CONFIG_VARIABLE
+from shared.runtime.config_file import ConfigError as ConfigError
+from shared.runtime.config_file import closest, read_config
 from shared.runtime.credentials import NatsSettings, masked, secret_fields
 from shared.runtime.mode import Mode, check_budget
 
 PREFIX = "BATON_"
-CONFIG_VARIABLE = "BATON_CONFIG"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _NAME = re.compile(r"^[a-z0-9_-]{1,40}$")
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class ConfigError(ValueError):
-    """A setting is wrong; the message names it, where it came from and how to set it right."""
 
 
 def default_cache_dir() -> Path:
@@ -87,7 +82,9 @@ class CommonSettings(NatsSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = _read_file(os.environ.get(CONFIG_VARIABLE, ""), cls)
+        fields = {role: other.model_fields.keys() for role, other in ROLES.items()}
+        common, own = read_config(os.environ.get(CONFIG_VARIABLE, ""), cls.role, fields)
+        file = {key: value for key, value in common.items() if key in cls.model_fields} | own
         return (
             init_settings,
             EnvSettingsSource(settings_cls, env_prefix=f"{PREFIX}{cls.role.upper()}_"),
@@ -257,69 +254,13 @@ def load_settings(cls: type[S], overrides: Mapping[str, object] | None = None) -
     given: dict[str, Any] = {key: None if value == "none" else value for key, value in (overrides or {}).items()}
     for key in given:
         if key not in cls.model_fields:
-            raise ConfigError(f"{cls.role} has no setting {key!r}{_closest(key, cls.model_fields)}")
+            raise ConfigError(f"{cls.role} has no setting {key!r}{closest(key, cls.model_fields)}")
     try:
         return cls(**given)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(cls, given, dict(item)) for item in error.errors())) from error
     except SettingsError as error:
         raise ConfigError(f"{cls.role}: {error}") from error
-
-
-def unknown_variables() -> list[str]:
-    """A line for each BATON_ variable that no role reads: most often a misspelling."""
-    known = {CONFIG_VARIABLE}
-    for cls in ROLES.values():
-        known.update(f"{PREFIX}{field}".upper() for field in cls.model_fields)
-        known.update(f"{PREFIX}{cls.role}_{field}".upper() for field in cls.model_fields)
-    names = sorted(key for key in os.environ if key.startswith(PREFIX) and key not in known)
-    return [f"{name} is set but nothing reads it{_closest(name, known)}" for name in names]
-
-
-def parse_flags(cls: type[CommonSettings], argv: Sequence[str]) -> dict[str, str]:
-    """Flags of one process as overrides; `--help` lists every setting with its names and default, and exits."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m services.{cls.role}",
-        description=f"{cls.__doc__} Each setting is a flag, BATON_{cls.role.upper()}_<FIELD>, BATON_<FIELD>, or a line "
-        f"under [{cls.role}] or [common] of the TOML file that BATON_CONFIG names; the first found counts.",
-        epilog=f"No flags, because every user of the host could read them: {', '.join(secret_fields(cls))}. "
-        f"example: python -m services.{cls.role} --nats-url nats://127.0.0.1:4222 --log-level debug",
-        allow_abbrev=False,
-    )
-    for field, info in cls.model_fields.items():
-        if field in secret_fields(cls):
-            continue
-        default = info.get_default(call_default_factory=True, validated_data={})
-        shown = "" if default in (None, "") else f" [{_human(default)}]"
-        text = f"{info.description or ''}{shown}".replace("%", "%%")
-        parser.add_argument(f"--{field.replace('_', '-')}", dest=field, metavar="VALUE", help=text)
-    return {key: value for key, value in vars(parser.parse_args(argv)).items() if value is not None}
-
-
-def _human(value: object) -> str:
-    return value.human_readable() if isinstance(value, ByteSize) else str(value)
-
-
-def _read_file(path: str, cls: type[CommonSettings]) -> dict[str, Any]:
-    """The file's lines that concern `cls`: [common] below [role]. Unknown sections and keys are errors."""
-    if not path:
-        return {}
-    try:
-        content = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{CONFIG_VARIABLE}={path}: {error}") from error
-    every_field = {field for role in ROLES.values() for field in role.model_fields}
-    for section, lines in content.items():
-        if section not in ROLES and section != "common":
-            raise ConfigError(f"{path}: no section [{section}]{_closest(section, [*ROLES, 'common'])}")
-        if not isinstance(lines, dict):
-            raise ConfigError(f"{path}: {section} must be a section, as in [{section}]")
-        allowed = every_field if section == "common" else set(ROLES[section].model_fields)
-        for key in lines:
-            if key not in allowed:
-                raise ConfigError(f"{path}: [{section}] has no setting {key!r}{_closest(key, allowed)}")
-    common = {key: value for key, value in content.get("common", {}).items() if key in cls.model_fields}
-    return {**common, **content.get(cls.role, {})}
 
 
 def _explain(cls: type[CommonSettings], given: Mapping[str, object], item: Mapping[str, Any]) -> str:
@@ -336,8 +277,3 @@ def _explain(cls: type[CommonSettings], given: Mapping[str, object], item: Mappi
         f"{cls.role}: {field}: {problem} (got {got} from {source}). "
         f"Set it by {flag}, {names[0]}, or `{field} = …` under [{cls.role}] in the {CONFIG_VARIABLE} file."
     )
-
-
-def _closest(word: str, known: Any) -> str:
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""

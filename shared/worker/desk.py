@@ -105,7 +105,7 @@ class WorkerDesk(ABC, Generic[T]):
         free = Need(*self.engine.left())
         try:
             self.claims.check(order.request_id, need, since, free, now)
-            self.engine.reserve(ticket.key, order.prompt, order.sampling, decodes=decodes)
+            self.engine.reserve(ticket.key, order.prompt, order.sampling, decodes=decodes, deadline=ticket.deadline)
         except PoolExhausted:
             self.claims.leave(order.request_id, need, since, now)
             raise

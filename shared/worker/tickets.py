@@ -45,8 +45,9 @@ class LiveTicket(Generic[O, S]):
         self.state = state
         self.scope = EndScope()
         self.perform: Callable[[Any], None] = lambda effect: None
-        self.since = clock.now() - order.waited_s
-        self.deadline = clock.now() + order.remaining_s
+        self.granted_at = clock.now()
+        self.since = self.granted_at - order.waited_s
+        self.deadline = self.granted_at + order.remaining_s
         self.need = Need(0, 0)
         self._step = step
         self._counters = counters

@@ -14,8 +14,6 @@ import httpx
 import psutil
 import pytest
 
-from services.launcher.errors import LaunchError
-from services.launcher.plan import UpOptions, chosen_settings, plan_processes, share_cores
 from shared.bus import nats
 from tests.support_bus import refusal
 from tests.support_client import is_alive, poll
@@ -214,12 +212,6 @@ async def test_its_nats_server_lets_nobody_else_in(start: Start, tmp_path: Path)
     assert password not in cluster.text()
 
 
-def test_reports_that_are_too_rare_are_refused_together() -> None:
-    options = UpOptions(sets=("decode.heartbeat_s=1.2",))
-    with pytest.raises(LaunchError, match=r"decode-0: heartbeat_s \(1.2\).*worker_timeout_s \(2\)"):
-        plan_processes(options, chosen_settings(options), {})
-
-
 @pytest.mark.parametrize(
     ("flags", "env", "roles"),
     [
@@ -267,45 +259,6 @@ def test_wrong_settings_start_nothing(start: Start) -> None:
     assert cluster.process.wait(DEADLINE_S) == 1
     assert "decode: page_tokens: Input should be greater than or equal to 1" in cluster.text()
     assert "starting" not in cluster.text()
-
-
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("decode.page_token=32", "did you mean 'page_tokens'?"),
-        ("sidecar.transfer=fast", "sidecar: transfer: Input should be 'auto', 'shm' or 'tcp'"),
-        ("decoder.page_tokens=32", "no 'decoder' here"),
-        ("common.page_token=32", "none that has 'page_token'"),
-        ("page_tokens=32", "write role.field=value"),
-    ],
-)
-def test_what_fits_nowhere_is_said(flag: str, said: str) -> None:
-    options = UpOptions(sets=(flag,))
-    with pytest.raises(LaunchError) as caught:
-        plan_processes(options, chosen_settings(options), {})
-    assert said in str(caught.value)
-
-
-def test_settings_reach_the_processes_they_name() -> None:
-    sets = ("common.page_tokens=32", "decode.page_tokens=64", "decode-1.num_pages=9", "decode.threads=3")
-    options = UpOptions(num_decode=2, sets=sets, model="m", port=1)
-    env = {spec.name: spec.env for spec in plan_processes(options, chosen_settings(options), {"nats_url": "nats://x"})}
-    assert env["prefill-0"]["BATON_PREFILL_PAGE_TOKENS"] == "32"
-    assert env["decode-0"]["BATON_DECODE_PAGE_TOKENS"] == "64"
-    assert "BATON_DECODE_NUM_PAGES" not in env["decode-0"]
-    assert env["decode-1"]["BATON_DECODE_NUM_PAGES"] == "9"
-    assert env["decode-1"]["BATON_DECODE_THREADS"] == "3"
-    assert env["gateway"]["BATON_GATEWAY_MODEL"] == "m"
-    assert env["gateway"]["BATON_GATEWAY_PORT"] == "1"
-    assert {value["BATON_DECODE_NAME"] for name, value in env.items() if "decode" in name} == {"decode-0", "decode-1"}
-    assert env["kvstore"] == {"BATON_KVSTORE_NATS_URL": "nats://x", "BATON_KVSTORE_NAME": "kvstore"}
-
-
-@pytest.mark.parametrize(
-    ("cores", "workers", "shares"), [(2, 2, [1, 1]), (8, 3, [3, 3, 2]), (1, 3, [1, 1, 1]), (4, 0, []), (16, 1, [16])]
-)
-def test_cores_are_shared_out(cores: int, workers: int, shares: list[int]) -> None:
-    assert share_cores(cores, workers) == shares
 
 
 def test_a_worker_that_cannot_start_ends_it_all_with_its_words(start: Start) -> None:

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from shared.bus.server import find_nats_server
-from shared.runtime.settings import ROLES, load_settings, unknown_variables
+from shared.runtime.flags import unknown_variables
+from shared.runtime.settings import ROLES, load_settings
 
 REPO = Path(__file__).parents[2]
 DOCKER = REPO / "ops" / "docker"

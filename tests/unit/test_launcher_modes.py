@@ -18,6 +18,16 @@ def test_a_mode_reaches_all_who_have_one() -> None:
     assert env["decode-0"]["BATON_DECODE_STEP_TOKENS"] == "96"
 
 
+@pytest.mark.parametrize("given", ["variable", "set"])
+def test_a_mode_that_no_flag_says_is_that_of_all(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    sets = ("gateway.mode=chunked",) if given == "set" else ()
+    if given == "variable":
+        monkeypatch.setenv("BATON_GATEWAY_MODE", "chunked")
+    env = {spec.name: spec.env for spec in plan(UpOptions(step_tokens=64, sets=sets))}
+    assert sorted(env) == ["decode-0", "gateway", "kvstore"]
+    assert env["decode-0"]["BATON_DECODE_MODE"] == env["gateway"]["BATON_GATEWAY_MODE"] == "chunked"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -65,20 +65,24 @@ class ClusterFigures:
 
 @dataclass(slots=True)
 class ClusterHistory:
-    """What was sampled in one run. gateway_cpu_s: (time of the run, seconds of CPU) at its begin and its end."""
+    """What was sampled in one run. last: what workers said after its end; it tells how far counters came, and nothing
+    of queues and pages while there was a load. gateway_cpu_s: (time of the run, seconds of CPU) at its begin and its
+    end."""
 
     samples: list[list[WorkerSample]] = field(default_factory=list)
+    last: list[WorkerSample] = field(default_factory=list)
     gateway_cpu_s: list[tuple[float, float]] = field(default_factory=list)
 
     def figures(self) -> ClusterFigures | None:
         """None where nothing was seen."""
         if not self.samples:
             return None
+        words = [*self.samples, self.last]
         return ClusterFigures(
             samples=len(self.samples),
-            pools={role: pool for role in _POOLS if (pool := _pool(self.samples, role)) is not None},
+            pools={role: pool for role in _POOLS if (pool := _pool(self.samples, words, role)) is not None},
             gateway_queues=_queues(self.samples, "gateway"),
-            moved_bytes=_moved(self.samples),
+            moved_bytes=_moved(words),
             gateway_cpu_share=_cpu_share(self.gateway_cpu_s),
         )
 
@@ -99,25 +103,34 @@ def read_cpu_s(metrics: str) -> float | None:
 
 
 def _worker(said: Mapping[str, Any], now_s: float) -> WorkerSample:
-    pages = said.get("pages") or {}
+    pages = _numbers(said.get("pages"))
     return WorkerSample(
         role=str(said.get("role")),
         id=str(said.get("id")),
         boot_id=str(said.get("boot_id")),
-        at_s=now_s - float(said.get("age_s") or 0.0),
-        queues={str(name): float(length) for name, length in (said.get("queues") or {}).items()},
-        counters={str(name): float(count) for name, count in (said.get("counters") or {}).items()},
-        pages_total=float(pages.get("total") or 0),
-        pages_free=float(pages.get("free") or 0),
+        at_s=now_s - _numbers(said).get("age_s", 0.0),
+        queues=_numbers(said.get("queues")),
+        counters=_numbers(said.get("counters")),
+        pages_total=pages.get("total", 0.0),
+        pages_free=pages.get("free", 0.0),
     )
 
 
-def _pool(samples: Sequence[Sequence[WorkerSample]], role: str) -> PoolFigures | None:
+def _numbers(said: Any) -> dict[str, float]:
+    """Those of an object's fields that are numbers."""
+    found = said.items() if isinstance(said, Mapping) else ()
+    return {str(name): float(value) for name, value in found if isinstance(value, int | float)}
+
+
+def _pool(
+    samples: Sequence[Sequence[WorkerSample]], words: Sequence[Sequence[WorkerSample]], role: str
+) -> PoolFigures | None:
+    """words: the samples and what was said after them."""
     most = max(sum(worker.role == role for worker in sample) for sample in samples)
     if not most:
         return None
     busy_s = seconds = 0.0
-    for first, last in _spans(samples, role):
+    for first, last in _spans(words, role):
         busy_s += _growth(first, last, "busy_seconds")
         seconds += last.at_s - first.at_s
     used = [
@@ -130,8 +143,8 @@ def _pool(samples: Sequence[Sequence[WorkerSample]], role: str) -> PoolFigures |
         busy_share=busy_s / seconds if seconds else None,
         queues=_queues(samples, role),
         kv_use=Spread.of(used),
-        tokens_generated=_grown(samples, role, "tokens_generated"),
-        prompt_tokens_computed=_grown(samples, role, "prompt_tokens_computed"),
+        tokens_generated=_grown(words, role, "tokens_generated"),
+        prompt_tokens_computed=_grown(words, role, "prompt_tokens_computed"),
     )
 
 
@@ -139,11 +152,11 @@ def _of_role(samples: Sequence[Sequence[WorkerSample]], role: str) -> Iterator[l
     return ([worker for worker in sample if worker.role == role] for sample in samples)
 
 
-def _spans(samples: Sequence[Sequence[WorkerSample]], role: str) -> Iterator[tuple[WorkerSample, WorkerSample]]:
+def _spans(words: Sequence[Sequence[WorkerSample]], role: str) -> Iterator[tuple[WorkerSample, WorkerSample]]:
     """The first and the last word of each process."""
     first: dict[tuple[str, str], WorkerSample] = {}
     last: dict[tuple[str, str], WorkerSample] = {}
-    for pool in _of_role(samples, role):
+    for pool in _of_role(words, role):
         for worker in pool:
             first.setdefault((worker.id, worker.boot_id), worker)
             last[(worker.id, worker.boot_id)] = worker
@@ -154,8 +167,8 @@ def _growth(first: WorkerSample, last: WorkerSample, name: str) -> float:
     return last.counters.get(name, 0.0) - first.counters.get(name, 0.0)
 
 
-def _grown(samples: Sequence[Sequence[WorkerSample]], role: str, name: str) -> float:
-    return sum(_growth(first, last, name) for first, last in _spans(samples, role))
+def _grown(words: Sequence[Sequence[WorkerSample]], role: str, name: str) -> float:
+    return sum(_growth(first, last, name) for first, last in _spans(words, role))
 
 
 def _queues(samples: Sequence[Sequence[WorkerSample]], role: str) -> dict[str, Spread]:
@@ -168,9 +181,9 @@ def _queues(samples: Sequence[Sequence[WorkerSample]], role: str) -> dict[str, S
     return {name: Spread(fmean(found), max(found)) for name, found in sorted(lengths.items()) if any(found)}
 
 
-def _moved(samples: Sequence[Sequence[WorkerSample]]) -> dict[str, float]:
+def _moved(words: Sequence[Sequence[WorkerSample]]) -> dict[str, float]:
     moved: dict[str, float] = defaultdict(float)
-    for first, last in _spans(samples, "sidecar"):
+    for first, last in _spans(words, "sidecar"):
         for name in last.counters:
             if name.startswith(_SENT) and name.endswith(_BYTES):
                 moved[name.removeprefix(_SENT).removesuffix(_BYTES)] += _growth(first, last, name)

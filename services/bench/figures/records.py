@@ -14,7 +14,8 @@ Outcome = Literal["ok", "error", "cancelled"]
 class RequestRecord:
     """All times are seconds since the load began.
 
-    planned_s: when it should have been sent (an open load; else when it was sent). chunk_s: the arrival of each piece
+    planned_s: when it should have been sent (an open load; else when it was sent); waits count from there, or a client
+    that is late would make a server look fast. chunk_s: the arrival of each piece
     of the answer that carried text; a piece may hold several tokens. Token counts are the server's own (`usage`), None
     where it gave none. error: the status and the server's code, such as `429 queue_full`, or what went wrong on the
     way. cancelled: we gave it up, at Ctrl-C.
@@ -35,7 +36,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        return self.chunk_s[0] - self.sent_s if self.chunk_s else None
+        return self.chunk_s[0] - self.planned_s if self.chunk_s else None
 
     @property
     def gaps_s(self) -> list[float]:
@@ -47,14 +48,14 @@ class RequestRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """What Baton says it waited, at the gateway and at the prefill worker; None from other servers."""
+        """What Baton says it waited, at the gateway and before its prompt had its turn; None from other servers."""
         waits = [(self.timings or {}).get(name) for name in ("queue_s", "prefill_queue_s")]
         known = [float(wait) for wait in waits if isinstance(wait, int | float)]
         return sum(known) if known else None
 
     @property
     def duration_s(self) -> float | None:
-        return None if self.ended_s is None else self.ended_s - self.sent_s
+        return None if self.ended_s is None else self.ended_s - self.planned_s
 
     @property
     def num_tokens(self) -> int:

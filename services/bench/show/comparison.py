@@ -8,10 +8,11 @@ from rich.table import Table
 from services.bench.campaign import Campaign, Run
 from services.bench.figures.compare import Compared
 from services.bench.figures.goodput import NO_LIMITS
+from services.bench.show.tables import doubts
 
 
 def print_run(console: Console, run: Run, title: str) -> None:
-    """One line while the campaign goes on."""
+    """One line while the campaign goes on, and one for each reason to doubt it."""
     summary = run.result.summary
     told = [f"{summary.succeeded} answered", f"{summary.tokens_per_s:.1f} tokens/s"]
     if summary.failed:
@@ -24,6 +25,8 @@ def print_run(console: Console, run: Run, title: str) -> None:
         told.append(f"goodput {summary.goodput.share:.0%}")
     told.append(f"client {run.result.client_cpu_share:.0%} of a core")
     console.print(f"{title}: {', '.join(told)}", markup=False, highlight=False, soft_wrap=True)
+    for text in doubts(run.result):
+        console.print(f"  {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_comparison(console: Console, campaign: Campaign) -> None:

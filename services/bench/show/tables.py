@@ -99,6 +99,21 @@ def _times_table(summary: Summary) -> Table:
     return table
 
 
+def doubts(result: BenchResult) -> list[str]:
+    """What a reader must know before he trusts a run's figures, beyond what failed and what the client took."""
+    summary, told = result.summary, []
+    if summary.cancelled:
+        told.append(f"{summary.cancelled} were under way when it was stopped; they count in no figure")
+    if summary.succeeded and summary.counted_by != "usage":
+        told.append("the server did not count all tokens: pieces of an answer are counted instead, which may be fewer")
+    if summary.late_s is not None and summary.late_s.p99 > _LATE_S:
+        late_ms = summary.late_s.p99 * 1000
+        told.append(f"requests were sent up to {late_ms:.0f} ms (p99) behind the plan: this client was the limit")
+    if result.left_out:
+        told.append(f"{result.left_out} requests of the trace were left out: too long for the model or --max-context")
+    return told
+
+
 def _print_notes(console: Console, result: BenchResult) -> None:
     summary = result.summary
 
@@ -108,19 +123,8 @@ def _print_notes(console: Console, result: BenchResult) -> None:
     if summary.failed:
         found = ", ".join(f"{error} ({count})" for error, count in summary.errors.items())
         note(f"{summary.failed} of {summary.requests} failed: {found}", "red")
-    if summary.cancelled:
-        note(f"{summary.cancelled} were under way when it was stopped; they count in no figure", "yellow")
-    if summary.succeeded and summary.counted_by != "usage":
-        note(
-            "the server did not count all tokens: pieces of an answer are counted instead, which may be fewer", "yellow"
-        )
-    if summary.late_s is not None and summary.late_s.p99 > _LATE_S:
-        late_ms = summary.late_s.p99 * 1000
-        note(f"requests were sent up to {late_ms:.0f} ms (p99) behind the plan: this client was the limit", "yellow")
-    if result.left_out:
-        note(
-            f"{result.left_out} requests of the trace were left out: too long for the model or --max-context", "yellow"
-        )
+    for text in doubts(result):
+        note(text, "yellow")
     share = result.client_cpu_share
     note(f"this client took {share:.1%} of a core", "yellow" if share > _HEAVY_SHARE else "")
 

@@ -41,19 +41,25 @@ def count_words(body: dict[str, Any]) -> int:
 
 
 class StubServer:
-    """stream: answers what is streamed. refuse: answered to that instead. bodies: what clients streamed, in order."""
+    """stream: answers what is streamed. refuse: answered to that instead. bodies: what clients streamed, in order.
+    is_baton: it has a cluster, of nobody. max_model_len: what it says of that."""
 
     def __init__(self) -> None:
         self.stream: Stream = three_tokens
         self.refuse: web.Response | None = None
         self.counts = True
+        self.is_baton = False
+        self.max_model_len: int | None = None
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.asked = asyncio.Event()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "stub"}]})
+        return web.json_response({"data": [{"id": "stub", "max_model_len": self.max_model_len}]})
+
+    async def _cluster(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": []}, status=200 if self.is_baton else 404)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -75,6 +81,7 @@ class StubServer:
 async def stub_server() -> AsyncIterator[StubServer]:
     server, app = StubServer(), web.Application()
     app.router.add_get("/v1/models", server._models)
+    app.router.add_get("/cluster", server._cluster)
     app.router.add_post("/v1/completions", server._answer)
     app.router.add_post("/v1/chat/completions", server._answer)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

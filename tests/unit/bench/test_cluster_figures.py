@@ -38,6 +38,16 @@ def test_a_pool() -> None:
     assert (pool.kv_use.mean, pool.kv_use.max) == (pytest.approx(0.2), pytest.approx(0.4))
 
 
+def test_what_is_said_after_the_end_moves_counters_and_no_queues() -> None:
+    seen = history((0.0, [worker("decode", "d0", busy_seconds=1.0, free=50, queues={"running": 4})]))
+    seen.last = read_cluster({"workers": [worker("decode", "d0", busy_seconds=3.0, tokens_generated=8.0)]}, 4.0)
+    found = seen.figures()
+    assert found is not None
+    pool = found.pools["decode"]
+    assert (found.samples, pool.busy_share, pool.tokens_generated) == (1, 0.5, 8.0)
+    assert (pool.queues, pool.kv_use) == ({"running": Spread(4.0, 4.0)}, Spread(0.5, 0.5))
+
+
 def test_a_worker_that_started_again_begins_anew() -> None:
     found = history(
         (0.0, [worker("prefill", "p0", busy_seconds=50.0)]),
@@ -68,6 +78,14 @@ def test_bytes_by_backend_and_the_gateway() -> None:
 def test_what_is_no_report(body: Any) -> None:
     assert read_cluster(body, 0.0) == []
     assert ClusterHistory([]).figures() is None
+
+
+@pytest.mark.parametrize("nonsense", [7, "many", [1], {"a": None}, {"a": "b"}, {"a": [2]}, None])
+def test_fields_that_are_no_numbers_are_left_out(nonsense: Any) -> None:
+    said = worker("decode", "d0", tokens_generated=3.0) | {"age_s": "long ago", "queues": nonsense, "pages": nonsense}
+    (found,) = read_cluster({"workers": [said]}, 2.0)
+    assert (found.at_s, found.queues, found.pages_total) == (2.0, {}, 0.0)
+    assert found.counters == {"tokens_generated": 3.0}
 
 
 def test_cpu_seconds_of_a_process() -> None:

@@ -14,7 +14,7 @@ def answered(number: int, sent_s: float, chunk_s: list[float], **more: object) -
 
 RECORDS = [
     answered(0, 0.0, [0.5, 0.75, 1.0]),  # first token 0.5, gaps 0.25
-    answered(1, 0.0, [0.5, 1.5]),  # gap 1.0
+    answered(1, 0.0, [0.5, 0.5, 0.5, 1.5]),  # gap 1.0, though a third on average
     answered(2, 1.0, [4.0, 4.25]),  # first token 3.0
     answered(3, 1.0, [1.5]),  # one token, no gap
     RequestRecord(4, 1.0, 1.0, outcome="error", chunk_s=[1.1], ended_s=2.0),
@@ -29,6 +29,7 @@ RECORDS = [
         (Limits(ttft_s=0.5), 3),
         (Limits(ttft_s=0.49), 0),
         (Limits(gap_s=0.25), 3),
+        (Limits(gap_s=0.5), 3),
         (Limits(ttft_s=2.0, gap_s=0.5), 2),
     ],
 )

@@ -3,6 +3,7 @@
 import pytest
 
 from services.bench.figures.distribution import Distribution, percentile
+from services.bench.figures.goodput import Limits
 from services.bench.figures.records import RequestRecord
 from services.bench.figures.summary import summarize
 
@@ -34,6 +35,14 @@ def test_times_of_one_request() -> None:
     assert record.gaps_s == [0.25, 1.0]
     assert record.duration_s == 1.75
     assert record.token_time_s == 0.25  # 1.25 s for the five tokens after the first
+
+
+def test_a_request_that_we_sent_late_has_waited_since_it_was_due() -> None:
+    late = RequestRecord(0, 1.0, 1.75, outcome="ok", chunk_s=[2.0, 2.25], ended_s=2.5)
+    assert (late.ttft_s, late.duration_s, late.gaps_s) == (1.0, 1.5, [0.25])
+    found = summarize([late], Limits(ttft_s=0.5))
+    assert (found.goodput.met, found.late_s) == (0, Distribution.of([0.75]))
+    assert found.wall_s == 0.75, "from the first sending: rates are over the time in which there was a load"
 
 
 def test_an_answer_of_one_piece_has_no_gaps() -> None:

@@ -86,6 +86,11 @@ def test_times_are_stretched() -> None:
     assert [each.at_s for each in planned(trace, TraceScale(rate=0.25))] == [0.0, 2.0, 8.0]  # 2 gaps in 8 s
 
 
+def test_a_rate_is_that_of_what_is_sent() -> None:
+    trace = [TraceLine(at_s, 512 * n, 32, tuple(range(n))) for at_s, n in ((0.0, 1), (1.0, 9), (2.0, 1), (50.0, 9))]
+    assert [each.at_s for each in planned(trace, TraceScale(rate=0.25, max_context=32))] == [0.0, 4.0]
+
+
 def test_limits_end_it() -> None:
     trace = [TraceLine(float(at), 512, 32, (at,)) for at in range(10)]
     assert len(planned(trace, num_requests=4)) == 4

@@ -46,6 +46,13 @@ def test_separated_borders_are_multiples_of_the_chunk_whatever_runs_beside() -> 
     assert cuts == [(2, 0, 8), (2, 8, 16), (2, 16, 20)]
 
 
+def test_what_somebody_computes_itself_is_no_passing() -> None:
+    books = Books(prefill_chunk=8, max_step_tokens=16)
+    groups = [books.prompt(number, length, decodes=True) for number, length in ((1, 20), (2, 8))]
+    assert books.step() == [(2, 0, 8), (1, 0, 8)]
+    assert [group.passed for group in groups] == [8, 0]
+
+
 def test_a_long_prompt_is_passed_by_as_much_as_it_has_left_and_no_more() -> None:
     """Short ones keep coming; it is two chunks long."""
     books = Books(prefill_chunk=8, max_step_tokens=8)
@@ -60,12 +67,24 @@ def test_a_long_prompt_is_passed_by_as_much_as_it_has_left_and_no_more() -> None
     assert prompts == [(4, 0, 8), (5, 0, 8)], "and the others after it, in the order in which they came"
 
 
-def test_who_is_due_comes_in_the_order_of_its_start() -> None:
+@pytest.mark.parametrize(("deadlines", "first"), [((9.0, 9.0, 9.0), 1), ((9.0, 8.0, 7.0), 3), ((9.0, 5.0, 7.0), 2)])
+def test_who_is_due_comes_in_the_order_of_the_deadlines_and_then_of_the_start(
+    deadlines: tuple[float, ...], first: int
+) -> None:
     books = Books(prefill_chunk=8, max_step_tokens=8)
-    groups = [books.prompt(number, 24 - number, decodes=True) for number in range(1, 4)]
-    for group in groups:
-        group.passed = 24
-    assert books.step() == [(1, 0, 8)]
+    for number, deadline in enumerate(deadlines, start=1):
+        group = books.prompt(number, 24 - number, decodes=True)
+        group.passed, group.deadline = 24, deadline
+    assert books.step() == [(first, 0, 8)]
+
+
+def test_a_request_that_is_tried_again_is_not_passed_anew() -> None:
+    """It started last, and its deadline is the earliest: those with later ones pass it as much as it has left."""
+    books = Books(prefill_chunk=8, max_step_tokens=8)
+    for number in (1, 2, 3):
+        books.prompt(number, 8, decodes=True).deadline = 10.0 + number
+    books.prompt(4, 16, decodes=True).deadline = 5.0
+    assert [books.step()[-1] for _ in range(5)] == [(1, 0, 8), (2, 0, 8), (4, 0, 8), (4, 8, 16), (3, 0, 8)]
 
 
 @pytest.mark.parametrize("name", ["step_tokens", "max_step_tokens"])
@@ -79,12 +98,13 @@ def test_a_setting_that_cannot_be_is_refused_by_name(name: str) -> None:
 @dataclass
 class Arrivals:
     """Runs random arrivals to their end on a scheduler without an engine and checks every plan. waited: tokens that
-    later ones computed in steps in which a group could have computed something and did not."""
+    those with later deadlines computed in steps in which a group could have computed something and did not."""
 
     books: Books
     limit: int
     waiting: dict[int, Group] = field(default_factory=dict)
     waited: dict[int, int] = field(default_factory=dict)
+    deadlines: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> bool:
         behind = {room: group.computed for room, group in self.waiting.items() if group.phase is Phase.PROMPT}
@@ -119,28 +139,40 @@ class Arrivals:
         computed = {row.key.room: len(row.tokens) for row in parts}
         for room in behind:
             if room not in computed:
-                self.waited[room] = self.waited.get(room, 0) + sum(n for other, n in computed.items() if other > room)
+                self.waited[room] = self.waited.get(room, 0) + sum(
+                    n for k, n in computed.items() if self.is_later(k, room)
+                )
                 assert self.waited[room] <= self.waiting[room].prompt_len + self.limit
+
+    def is_later(self, other: int, room: int) -> bool:
+        deadlines = [self.deadlines[each] for each in (other, room)]
+        return deadlines[0] > deadlines[1] or (deadlines[0] == deadlines[1] and other > room)
 
 
 requests = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(1, 3), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=30
+    st.tuples(
+        st.integers(1, 60), st.integers(1, 3), st.integers(1, 6), st.integers(0, 3), st.sampled_from([0, 0, 2, 9])
+    ),
+    min_size=1,
+    max_size=30,
 )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @given(requests=requests, chunk=st.sampled_from([4, 8, 16]), decodes=st.booleans(), budget=st.integers(8, 24))
 def test_whatever_arrives_the_budget_holds_and_nobody_starves(
-    mode: Mode, requests: list[tuple[int, int, int, int]], chunk: int, decodes: bool, budget: int
+    mode: Mode, requests: list[tuple[int, int, int, int, int]], chunk: int, decodes: bool, budget: int
 ) -> None:
-    """Each request comes some steps after the one before it, for P or for D, with n choices."""
+    """Each request comes some steps after the one before it, for P or for D, with n choices; some are older than they
+    seem."""
     sizes = {"num_pages": 2000, "growth_tokens": 4, "max_running": 8, "prefill_chunk": chunk, "step_tokens": budget}
     books = Books(mode=mode, max_step_tokens=2 * chunk, **sizes)
     arrivals = Arrivals(books, max(2 * chunk, 60))
-    for room, (length, n, max_tokens, pause) in enumerate(requests, start=1):
+    for room, (length, n, max_tokens, pause, age) in enumerate(requests, start=1):
         while books.capacity.slots.free < n:
             assert arrivals.step()
         group = books.reserve(room, length, decodes=decodes, n=n, max_tokens=max_tokens)
+        group.deadline = arrivals.deadlines[room] = 100.0 + room - age
         books.scheduler.start_prompt(group)
         arrivals.waiting[room] = group
         for _ in range(pause):

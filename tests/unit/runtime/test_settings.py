@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from shared.runtime.credentials import masked, secret_fields
+from shared.runtime.flags import parse_flags, unknown_variables
 from shared.runtime.settings import (
     ROLES,
     ConfigError,
@@ -15,8 +16,6 @@ from shared.runtime.settings import (
     PrefillSettings,
     SidecarSettings,
     load_settings,
-    parse_flags,
-    unknown_variables,
 )
 
 

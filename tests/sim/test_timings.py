@@ -1,0 +1,81 @@
+"""What a request's timings say, on virtual time: a step takes a second and messages take none."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from services.gateway.generation import PathPolicy
+from shared.bus.memory import Envelope
+from shared.protocol import subjects
+from shared.runtime.mode import Mode
+from tests.sim.cluster import Cluster, prompt_of
+from tests.sim.virtual_time import run_virtual
+
+CLUSTER: dict[str, Any] = {"num_pages": 256, "prefill_chunk": 8, "step_tokens": 32, "step_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "prefill_s"),
+    [
+        ("remote", "separated", 4.0),
+        ("local", "separated", 4.0),
+        ("local", "colocated", 1.0),
+        ("local", "chunked", 2.0),
+    ],
+)
+def test_what_a_prompt_waits_for_its_turn_is_queue_wherever_it_is_computed(
+    path: PathPolicy, mode: Mode, prefill_s: float
+) -> None:
+    """It comes while a step is under way, and begins with the next one."""
+
+    async def scenario() -> None:
+        async with Cluster(prefills=int(mode == "separated"), mode=mode, **CLUSTER) as cluster:
+            ahead = asyncio.get_running_loop().create_task(
+                cluster.ask(prompt_of(24), path=path, max_tokens=2, ignore_eos=True)
+            )
+            await asyncio.sleep(0.25)
+            answer = await cluster.ask(prompt_of(32, seed=1), path=path, max_tokens=2, ignore_eos=True)
+            assert (answer.error, answer.path, (await ahead).error) == (None, path, None)
+            found = answer.timings
+            assert found["prefill_queue_s"] == pytest.approx(0.75, abs=0.02)
+            assert found["prefill_s"] == pytest.approx(prefill_s, abs=0.02)
+            assert found["first_token_s"] == pytest.approx(0.75 + prefill_s, abs=0.05)
+            assert ahead.result().timings["prefill_queue_s"] == pytest.approx(0.0, abs=0.02)
+
+    run_virtual(scenario())
+
+
+def test_of_two_alike_the_one_with_less_time_is_computed_first() -> None:
+    """One step for each prompt; both come while another one is computed."""
+
+    async def scenario() -> None:
+        async with Cluster(prefills=0, mode="colocated", **CLUSTER) as cluster:
+            tasks = []
+            for seed, timeout_s in enumerate((60.0, 60.0, 30.0)):
+                asking = cluster.ask(prompt_of(40, seed=seed), path="local", max_tokens=1, timeout_s=timeout_s)
+                tasks.append(asyncio.get_running_loop().create_task(asking))
+                await asyncio.sleep(0.25)
+            waits = [(await task).timings["prefill_queue_s"] for task in tasks]
+            assert waits == pytest.approx([0.0, 1.75, 0.5], abs=0.02)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("late_s", "queue_s", "prefill_s"), [(1.5, 1.5, 0.5), (6.0, 6.0, 0.0)])
+def test_what_is_computed_ahead_of_the_destination_is_queue(late_s: float, queue_s: float, prefill_s: float) -> None:
+    """Two steps of a second, begun at once."""
+
+    def policy(envelope: Envelope) -> Iterable[float]:
+        is_destination = envelope.subject.endswith(f".{subjects.DESTINATION}") and envelope.kind == "request"
+        return (late_s if is_destination else 0.0,)
+
+    async def scenario() -> None:
+        async with Cluster(optimistic_attempts=1, policy=policy, **CLUSTER) as cluster:
+            answer = await cluster.ask(prompt_of(16), max_tokens=2, ignore_eos=True)
+            assert (answer.error, answer.path) == (None, "remote")
+            assert answer.timings["prefill_queue_s"] == pytest.approx(queue_s, abs=0.02)
+            assert answer.timings["prefill_s"] == pytest.approx(prefill_s, abs=0.02)
+
+    run_virtual(scenario())
