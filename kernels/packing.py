@@ -78,8 +78,7 @@ def restore(format: str, shape: tuple[int, int], panels: np.ndarray, scales: np.
 
 
 def _pack_float16(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if np.abs(panels).max(initial=0) > _HALF_MAX:
-        raise ValueError("a weight is too large for float16")
+    _check_halves(panels)
     return _turned(panels.astype(np.float16)), np.empty((0, PANEL), np.float32)
 
 
@@ -90,6 +89,7 @@ def _pack_int8(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack_int4(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _check_halves(panels)  # steps and smallest weights are kept in float16
     num_panels, _, width = panels.shape
     blocks = panels.reshape(num_panels, PANEL, width // BLOCK, BLOCK)
     least = blocks.min(axis=3).astype(np.float16)
@@ -123,6 +123,11 @@ def _nibbles(panels: np.ndarray) -> np.ndarray:
     packed = panels.reshape(num_panels, num_blocks, 4, 2, 8, _GROUP)
     pairs = np.stack((packed & 15, packed >> 4), axis=3)  # [P, block, pair, group, half, output, weight]
     return np.asarray(pairs.transpose(0, 4, 5, 1, 2, 3, 6).reshape(num_panels, PANEL, num_blocks * BLOCK))
+
+
+def _check_halves(panels: np.ndarray) -> None:
+    if np.abs(panels).max(initial=0) > _HALF_MAX:
+        raise ValueError("a weight is too large for float16")
 
 
 def _turned(panels: np.ndarray) -> np.ndarray:
