@@ -1,11 +1,15 @@
 """Kernels and threads: who calls, how many compute, and what torch is left with."""
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import torch
 
+from kernels.cpu import threads
 from kernels.cpu.ops import CpuOps
 from kernels.ops import get_ops
 from kernels.reference import ReferenceOps
@@ -28,11 +32,11 @@ def test_threads_may_call_at_once_and_torch_keeps_its_thread_count() -> None:
         if torch.get_num_threads() != before:
             failures.append("thread count")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     assert not failures
 
 
@@ -46,6 +50,41 @@ print(torch.get_num_threads())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["1"]
+
+
+WHOLE = """
+import numpy as np
+from kernels.cpu.part import add
+from kernels.cpu.threads import compiled
+
+@compiled
+def whole(out):
+    out[0] = add(out[0])
+
+found = np.zeros(1)
+whole.serial(found)
+print(found[0])
+"""
+
+
+def test_a_kernel_is_compiled_anew_when_a_part_of_it_changes_elsewhere(tmp_path: Path) -> None:
+    package = tmp_path / "kernels" / "cpu"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").touch()
+    shutil.copy(str(threads.__file__), package)
+    (package / "whole.py").write_text(WHOLE)
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+
+    def run(added: int) -> str:
+        part = f"from kernels.cpu.threads import inlined\n\n@inlined\ndef add(x):\n    return x + {added}\n"
+        (package / "part.py").write_text(part)
+        argv = [sys.executable, "-m", "kernels.cpu.whole"]
+        done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert [run(1), run(2)] == ["1.0\n", "2.0\n"]
 
 
 def test_get_ops_picks_by_device() -> None:
