@@ -93,7 +93,11 @@ def _make(prepared: PreparedModel, format: str, tell: OnProgress) -> PackedFile:
             return found
         _note_path(prepared, format).unlink(missing_ok=True)
         scratch = prepared.directory / f".weights-{format}.tmp"
-        described = _write(prepared, format, scratch, tell)
+        try:
+            described = _write(prepared, format, scratch, tell)
+        except BaseException:
+            scratch.unlink(missing_ok=True)  # the disk may be full
+            raise
         scratch.rename(_weights_path(prepared, format))
         note = prepared.directory / f".weights-{format}.json.tmp"
         with note.open("w", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 """Models whose weights are kept in a packed format: made once, mapped, and close to the float32 ones."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,18 @@ def test_a_damaged_file_is_refused(prepared: PreparedModel) -> None:
     file.write_bytes(data)
     with pytest.raises(InvalidModel, match=r"weights-int4\.safetensors is damaged"):
         load_model(prepared.directory, weights="int4")
+
+
+def test_a_disk_without_room_is_named_and_nothing_is_left_on_it(prepared: PreparedModel) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    try:
+        with pytest.raises(InvalidModel, match="weights in int8 could not be made: File too large"):
+            open_packed(prepared, "int8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not [path for path in prepared.directory.iterdir() if "int8" in path.name and path.suffix != ".lock"]
+    assert open_packed(prepared, "int8")
 
 
 def test_weights_too_large_for_float16_are_refused_by_name(tmp_path: Path) -> None:
