@@ -53,6 +53,7 @@ class Entrants:
 
     def drop(self, rival: Rival, why: object) -> None:
         self.missing.append(f"{rival.name}: {why}")
+        rival.end()
         self.peers = [peer for peer in self.peers if peer is not rival]
 
 
@@ -89,7 +90,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_formats,
         action="append",
         help="NAME=VALUE,… for load_model, as in weights=float16,kv_dtype=float16; several times: the first is the "
-        "golden-exact one, the fastest of all counts as fast. Default: the engine's own",
+        "golden-exact one, the fastest of all counts as fast. Default: what a worker takes by default",
     )
     parser.add_argument("--no-cost", dest="cost", action="store_false", help="leave out step cost by context and batch")
     args = parser.parse_args(argv)

@@ -6,6 +6,7 @@ which it is read, so that a vector of weights is loaded once for all of them. Ne
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,18 @@ def take_rows(weight: PackedWeight, rows: np.ndarray) -> np.ndarray:
 def parts_of(weight: PackedWeight) -> Mapping[str, np.ndarray]:
     """The arrays by the suffix that names them in a file; `restore` is the way back."""
     return {"": weight.panels} | ({".scales": weight.scales} if weight.scales.size else {})
+
+
+def kinds_of_parts(format: str, num_out: int, width: int) -> Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Type and shape of what `parts_of` will give for a matrix of that shape, in the same order."""
+    num_panels, num_blocks = -(-num_out // PANEL), -(-width // BLOCK)
+    if format == "int4":
+        panels, scales = (num_panels, num_blocks, PANEL * BLOCK // 2), (num_panels, num_blocks, 2, PANEL)
+        return {"": (np.dtype(np.uint8), panels), ".scales": (np.dtype(np.float16), scales)}
+    panels = (num_panels, width, PANEL)
+    if format == "float16":
+        return {"": (np.dtype(np.float16), panels)}
+    return {"": (np.dtype(np.int8), panels), ".scales": (np.dtype(np.float32), (num_panels, PANEL))}
 
 
 def restore(format: str, shape: tuple[int, int], panels: np.ndarray, scales: np.ndarray | None) -> PackedWeight:
