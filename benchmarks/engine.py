@@ -21,6 +21,11 @@ from shared.runtime.settings import DEFAULT_MODEL, GatewaySettings, load_setting
 CONTEXT = 512
 BATCHES = (1, 8, 32)
 PROMPTS = (512, 2048)
+_FORMATS = (
+    {"weights": "float16", "kv_dtype": "float16"},
+    {"weights": "int4", "kv_dtype": "float16"},
+)
+"""The narrowest ones that give the golden answers, and the fastest."""
 _EXACT_PEERS = ("llamacpp-F16", "vllm", "hf")
 _GOALS = {
     "decode-b1-exact": 1.0,
@@ -90,11 +95,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_formats,
         action="append",
         help="NAME=VALUE,… for load_model, as in weights=float16,kv_dtype=float16; several times: the first is the "
-        "golden-exact one, the fastest of all counts as fast. Default: what a worker takes by default",
+        "golden-exact one, the fastest of all counts as fast. Default: float16 and int4 weights, with a float16 cache",
     )
     parser.add_argument("--no-cost", dest="cost", action="store_false", help="leave out step cost by context and batch")
     args = parser.parse_args(argv)
-    args.formats = args.formats or [{}]
+    args.formats = args.formats or list(_FORMATS)
     args.peers = [name for name in args.peers.split(",") if name]
     if unknown := set(args.peers) - set(MAKERS):
         parser.error(f"unknown peers: {', '.join(sorted(unknown))}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.packing import PackedWeight
 from shared.engine.models.registry import load_model
 from shared.engine.weights.catalog import PreparedModel, prepare
 from shared.engine.weights.errors import InvalidModel
@@ -60,6 +61,14 @@ def test_the_identity_names_the_format(prepared: PreparedModel) -> None:
     assert identities == [f"{prepared.identity}:{name}:kv-float32" for name in names]
     default = default_weights("cpu", "float32", prepared.config.architecture)
     assert load_model(prepared.directory, weights=None).identity == identities[names.index(default)]
+
+
+def test_what_decides_between_tokens_keeps_eight_bits_and_what_is_read_by_rows_sixteen(prepared: PreparedModel) -> None:
+    packed = open_packed(prepared, "int4")
+    formats = {name: value.format for name, value in packed.items() if isinstance(value, PackedWeight)}
+    ends = {name: formats.pop(name) for name in ("embed", "lm_head") if name in formats}
+    assert ends == ({"embed": "float16", "lm_head": "int8"} if "lm_head" in packed else {"embed": "int8"})
+    assert set(formats.values()) == {"int4"}
 
 
 def test_a_format_is_made_once_and_the_float32_weights_stay(prepared: PreparedModel) -> None:
@@ -153,7 +162,11 @@ def test_processes_that_ask_at_once_make_it_once_and_without_torch(prepared: Pre
     for racer in racers:
         assert racer.stdout
         assert racer.stdout.readline() == "ready\n"
-    answers = [racer.communicate("\n", timeout=120)[0].split() for racer in racers]
+    for racer in racers:
+        assert racer.stdin
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    answers = [racer.communicate(timeout=120)[0].split() for racer in racers]
     assert len({count for count, _, _ in answers}) == 1
     assert [made for _, made, _ in answers].count("True") == 1
     assert all(torch_there == "False" for _, _, torch_there in answers)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 
 from kernels.cpu.ops import KV_TYPES, warm_up
-from tests.support_kernels import CPU, POISON, REFERENCE, attend, few, make_paged, shapes
+from tests.support_kernels import CPU, REFERENCE, few, shapes
+from tests.support_paged import POISON, attend, make_paged
 
 kinds = pytest.mark.parametrize("kv_dtype", KV_TYPES)
 

@@ -6,7 +6,8 @@ from hypothesis import given
 
 from kernels.cpu.ops import KV_TYPES, warm_up
 from kernels.reference import decode_fp8, encode_fp8
-from tests.support_kernels import CPU, POISON, REFERENCE, few, make_paged, shapes
+from tests.support_kernels import CPU, REFERENCE, few, shapes
+from tests.support_paged import POISON, make_paged
 
 kinds = pytest.mark.parametrize("kv_dtype", KV_TYPES)
 

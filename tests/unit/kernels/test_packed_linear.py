@@ -143,7 +143,8 @@ from kernels.cpu.linear import fit_for_this_machine
 from kernels.cpu.ops import KV_TYPES, CpuOps, warm_up
 from kernels.cpu.vectors import has_vectors
 from kernels.packing import FORMATS, pack, unpack
-from tests.support_kernels import CPU, REFERENCE, attend, make_paged
+from tests.support_kernels import CPU, REFERENCE
+from tests.support_paged import attend, make_paged
 for name in KV_TYPES:
     warm_up(name)
     batch = make_paged([(1, 20), (5, 9)], 16, num_kv_heads=1, group=3, head_dim=16, kv_dtype=name)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.ops import warm_up
-from tests.support_kernels import CPU, POISON, REFERENCE, few
+from tests.support_kernels import CPU, REFERENCE, few
+from tests.support_paged import POISON
 
 
 @pytest.fixture(autouse=True, scope="module")

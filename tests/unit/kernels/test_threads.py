@@ -13,7 +13,8 @@ from kernels.cpu import threads
 from kernels.cpu.ops import CpuOps
 from kernels.ops import get_ops
 from kernels.reference import ReferenceOps
-from tests.support_kernels import CPU, REFERENCE, attend, make_paged
+from tests.support_kernels import CPU, REFERENCE
+from tests.support_paged import attend, make_paged
 
 
 def test_threads_may_call_at_once_and_torch_keeps_its_thread_count() -> None:
