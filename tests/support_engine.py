@@ -11,12 +11,12 @@ import torch
 
 from shared.engine.api import ChunkDone, StepOutput, TokenOut
 from shared.engine.batch import Row
-from shared.engine.buffers import StepBuffers
 from shared.engine.engine import BatchEngine
 from shared.engine.executor import Executor, InlineExecutor
 from shared.engine.models.base import Model
 from shared.engine.models.toy import Toy
 from shared.engine.pool import StatePool
+from shared.engine.runner import build_batch
 from shared.engine.sampler import SampleRow, sample
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.protocol.messages import FirstToken, SamplingSpec
@@ -112,9 +112,7 @@ def undivided(prompt: tuple[int, ...], sampling: SamplingSpec, model: Model | No
         outputs: list[int] = []
         fed, start = prompt, 0
         while True:
-            logits = model.forward(
-                StepBuffers().fill([Row(TicketKey(1, 1), choice, fed, start, (0,), 0, (_ANY,))]), state
-            )
+            logits = model.forward(build_batch((Row(TicketKey(1, 1), choice, fed, start, (0,), 0, (_ANY,)),)), state)
             start += len(fed)
             row = SampleRow(sampling, choice, start, prompt, tuple(outputs), model.eos_token_ids)
             outputs.append(sample(logits, [row])[0].token)

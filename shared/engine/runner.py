@@ -7,7 +7,7 @@ import torch
 
 from shared.engine.batch import CopyPage, Row, StepPlan, StepResult
 from shared.engine.buffers import StepBuffers
-from shared.engine.models.base import Model
+from shared.engine.models.base import Batch, Model
 from shared.engine.pool import StatePool
 from shared.engine.sampler import Sampled, SampleRow, sample
 from shared.runtime.errors import EngineError
@@ -76,3 +76,8 @@ def _all_or_error(drawn: list[Sampled | EngineError]) -> tuple[Sampled, ...] | E
             return one
         tokens.append(one)
     return tuple(tokens)
+
+
+def build_batch(rows: Sequence[Row]) -> Batch:
+    """The rows as tensors of their own."""
+    return StepBuffers().fill(rows)
