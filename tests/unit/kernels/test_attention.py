@@ -54,6 +54,20 @@ def test_long_contexts_cross_spans_and_tiles(context: int, kv_dtype: str) -> Non
     torch.testing.assert_close(attend(CPU, batch), attend(REFERENCE, batch), rtol=1e-5, atol=1e-5)
 
 
+@kinds
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "head_dim", "page_tokens"),
+    [(1, 1, 80, 16), (2, 200, 64, 16), (1, 193, 96, 5), (8, 4, 128, 64), (3, 5, 256, 48), (1, 16, 8, 300)],
+)
+def test_many_query_heads_wide_heads_and_large_pages(
+    num_kv_heads: int, group: int, head_dim: int, page_tokens: int, kv_dtype: str
+) -> None:
+    """A block of prefill may hold one token; pages may be longer than a span, or end in the middle of one."""
+    lengths = [(1, 1), (1, 511), (2, 2), (193, 400), (1, 256), (5, 261)]
+    batch = make_paged(lengths, page_tokens, num_kv_heads, group, head_dim, kv_dtype=kv_dtype)
+    torch.testing.assert_close(attend(CPU, batch), attend(REFERENCE, batch), rtol=1e-5, atol=1e-5)
+
+
 def test_large_scores_do_not_overflow() -> None:
     batch = make_paged([(1, 900), (1, 900), (7, 40)], page_tokens=16, num_kv_heads=1, group=3, head_dim=64)
     batch.q.mul_(3000.0)
