@@ -76,6 +76,14 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(actual, attend(REFERENCE, batch), rtol=1e-3, atol=1e-3)
 
 
+def test_scores_far_below_zero_leave_nothing_to_what_is_not_there() -> None:
+    """Vectors and tiles are filled up beyond the context, and rows look no further than themselves."""
+    batch = make_paged([(1, 5), (1, 257), (7, 13), (3, 100)], page_tokens=16, num_kv_heads=2, group=2, head_dim=16)
+    batch.kv_layer[:, 0] = 1 + batch.kv_layer[:, 0] / 100
+    batch.q.fill_(-50.0)
+    torch.testing.assert_close(attend(CPU, batch), attend(REFERENCE, batch), rtol=1e-3, atol=1e-3)
+
+
 @kinds
 def test_a_sequence_does_not_depend_on_the_batch(kv_dtype: str) -> None:
     lengths = [(1, 700), (1, 20), (9, 30), (1, 44), (150, 300)]
