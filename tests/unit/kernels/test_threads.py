@@ -41,6 +41,27 @@ def test_threads_may_call_at_once_and_torch_keeps_its_thread_count() -> None:
     assert not failures
 
 
+AT_ONCE = """
+import threading, numba, torch
+from kernels.cpu.ops import CpuOps
+x, weight = torch.ones(6, 96), torch.ones(400, 96)
+def work():
+    for _ in range(200):
+        CpuOps().linear(x, weight)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(numba.threading_layer())
+"""
+
+
+def test_threads_may_call_at_once_where_the_layer_itself_does_not_allow_it() -> None:
+    """numba's own layer ends the process when two threads enter it."""
+    env = os.environ | {"NUMBA_THREADING_LAYER": "workqueue"}
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "workqueue\n"), done.stderr
+
+
 def test_the_first_kernel_leaves_torch_its_thread_count() -> None:
     program = """
 import torch
