@@ -1,7 +1,8 @@
-"""What each weight format costs in accuracy: `make bench-accuracy`.
+"""What each format of weights, and of keys and values, costs in accuracy: `make bench-accuracy`.
 
-The default model reads a fixed public-domain text in one piece. Its logits are compared with those of float32 weights,
-and the text's perplexity is measured. Agreement: the share of positions at which the likeliest next token is the same.
+The default model reads a fixed public-domain text in one piece. Its logits are compared with those of float32 weights
+and state, and the text's perplexity is measured. Agreement: the share of positions at which the likeliest next token is
+the same.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
+from kernels.cpu.ops import KV_TYPES
 from kernels.packing import FORMATS
 from shared.engine.models.base import Batch, Model
 from shared.engine.models.registry import load_model
@@ -30,7 +32,10 @@ def main() -> None:
     rows = [figure("perplexity-float32", "", [perplexity(exact, tokens)])]
     for name in FORMATS:
         rows += compare(name, read(load_model(prepared.directory, weights=name), tokens), exact, tokens)
-    print_rows(Console(highlight=False), f"Accuracy of weight formats over {len(tokens)} tokens", rows, machine)
+    for name in KV_TYPES:
+        if name != "float32":
+            rows += compare(f"kv-{name}", read(load_model(prepared.directory, kv_dtype=name), tokens), exact, tokens)
+    print_rows(Console(highlight=False), f"Accuracy of formats over {len(tokens)} tokens", rows, machine)
     write_rows("accuracy", rows, machine)
 
 

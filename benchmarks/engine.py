@@ -58,6 +58,7 @@ class Entrants:
 
     def drop(self, rival: Rival, why: object) -> None:
         self.missing.append(f"{rival.name}: {why}")
+        rival.end()
         self.peers = [peer for peer in self.peers if peer is not rival]
 
 

@@ -7,10 +7,12 @@ own environment gets nothing of theirs.
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -44,20 +46,27 @@ class Rival:
         env = {k: v for k, v in os.environ.items() if k not in (*_OURS, "PYTHONPATH")} | self._env
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPO, env=env
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=REPO,
+                env=env,
+                start_new_session=True,
             )
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self._answer(_START_S)
         except BaseException:
-            self._end()
+            self.end()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self.end()
 
     def ask(self, kind: str, **arguments: Any) -> float:
         assert self._process is not None
@@ -90,10 +99,15 @@ class Rival:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return f"{lines[-1].strip() if lines else 'without a word'} (see {self._log})"
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """With every process that it has started, which would go on computing beside the others. Idempotent."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                with suppress(BrokenPipeError):
+                    stream.close()  # type: ignore[union-attr]
             self._process = None
 
 

@@ -6,6 +6,7 @@ which it is read, so that a vector of weights is loaded once for all of them. Ne
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,13 +74,24 @@ def parts_of(weight: PackedWeight) -> Mapping[str, np.ndarray]:
     return {"": weight.panels} | ({".scales": weight.scales} if weight.scales.size else {})
 
 
+def kinds_of_parts(format: str, num_out: int, width: int) -> Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Type and shape of what `parts_of` will give for a matrix of that shape, in the same order."""
+    num_panels, num_blocks = -(-num_out // PANEL), -(-width // BLOCK)
+    if format == "int4":
+        panels, scales = (num_panels, num_blocks, PANEL * BLOCK // 2), (num_panels, num_blocks, 2, PANEL)
+        return {"": (np.dtype(np.uint8), panels), ".scales": (np.dtype(np.float16), scales)}
+    panels = (num_panels, width, PANEL)
+    if format == "float16":
+        return {"": (np.dtype(np.float16), panels)}
+    return {"": (np.dtype(np.int8), panels), ".scales": (np.dtype(np.float32), (num_panels, PANEL))}
+
+
 def restore(format: str, shape: tuple[int, int], panels: np.ndarray, scales: np.ndarray | None) -> PackedWeight:
     return PackedWeight(format, *shape, panels, np.empty((0, PANEL), np.float32) if scales is None else scales)
 
 
 def _pack_float16(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if np.abs(panels).max(initial=0) > _HALF_MAX:
-        raise ValueError("a weight is too large for float16")
+    _check_halves(panels)
     return _turned(panels.astype(np.float16)), np.empty((0, PANEL), np.float32)
 
 
@@ -90,6 +102,7 @@ def _pack_int8(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack_int4(panels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _check_halves(panels)  # steps and smallest weights are kept in float16
     num_panels, _, width = panels.shape
     blocks = panels.reshape(num_panels, PANEL, width // BLOCK, BLOCK)
     least = blocks.min(axis=3).astype(np.float16)
@@ -123,6 +136,11 @@ def _nibbles(panels: np.ndarray) -> np.ndarray:
     packed = panels.reshape(num_panels, num_blocks, 4, 2, 8, _GROUP)
     pairs = np.stack((packed & 15, packed >> 4), axis=3)  # [P, block, pair, group, half, output, weight]
     return np.asarray(pairs.transpose(0, 4, 5, 1, 2, 3, 6).reshape(num_panels, PANEL, num_blocks * BLOCK))
+
+
+def _check_halves(panels: np.ndarray) -> None:
+    if np.abs(panels).max(initial=0) > _HALF_MAX:
+        raise ValueError("a weight is too large for float16")
 
 
 def _turned(panels: np.ndarray) -> np.ndarray:

@@ -53,9 +53,11 @@ class _Timed:
 
 class Engine:
     def __init__(self, directory: Path, num_threads: int, formats: dict[str, str]) -> None:
+        """formats: for `load_model`; what they leave open is a worker's default."""
+        chosen: dict[str, Any] = {"weights": None, "kv_dtype": "float32"} | formats
         self._executor = ThreadExecutor(num_threads)
-        self._executor.submit(warm_up).result()
-        self._model: Any = self._executor.submit(lambda: load_model(directory, **formats)).result()
+        self._executor.submit(lambda: warm_up(chosen["kv_dtype"])).result()
+        self._model: Any = self._executor.submit(lambda: load_model(directory, **chosen)).result()
 
     def measure(self, kind: str, **arguments: Any) -> Any:
         return asyncio.run(getattr(self, f"_{kind}")(**arguments))

@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.vector import F32, INTS, LANES, VECTOR, floats8, ints, lanes, pointer_at
+from kernels.cpu.vectors import has_vectors
 from kernels.reference import FP8_MAX, FP8_SMALLEST
 
 _intrinsic: Any = intrinsic
@@ -23,8 +24,11 @@ _AS_LOADED = 256.0
 
 
 def as_rows(kv_layer: torch.Tensor, head_dim: int) -> np.ndarray | None:
-    """A layer [P, 2, Hkv, B, row] as kernels take it; None for what they do not know."""
+    """A layer [P, 2, Hkv, B, row] as kernels take it; None for what they do not know, or cannot do here: without the
+    processor's own half floats the compiler asks for functions that nobody has."""
     if head_dim % LANES or kv_layer.dtype not in (torch.float32, torch.float16, torch.uint8):
+        return None
+    if kv_layer.dtype != torch.float32 and not has_vectors():
         return None
     array: np.ndarray = kv_layer.numpy()
     return array.view(np.uint16) if kv_layer.dtype == torch.float16 else array

@@ -6,9 +6,14 @@ cannot load, numba falls back to other layers, of which `workqueue` crashes when
 makes each safe. A process has one compute thread, so the lock is free.
 """
 
+import functools
+import hashlib
+import re
+import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -32,15 +37,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Compiled:
-    """A kernel compiled on first use (cached on disk) that runs without the GIL, on as many threads as torch uses.
-
-    The cache knows a kernel's own file only: who changes an `inlined` part elsewhere touches that file too.
-    """
+    """A kernel compiled on first use (cached on disk) that runs without the GIL, on as many threads as torch uses."""
 
     def __init__(self, function: Callable[..., None], *, exact: bool = False) -> None:
         options = _OPTIONS | {"fastmath": False} if exact else _OPTIONS
-        self._parallel: Any = numba.njit(parallel=True, **options)(function)
-        self._serial: Any = numba.njit(**options)(_renamed(function, f"{function.__qualname__}_serial"))
+        name = f"{function.__qualname__}_{_digest_of(function.__module__)}"
+        self._parallel: Any = numba.njit(parallel=True, **options)(_renamed(function, name))
+        self._serial: Any = numba.njit(**options)(_renamed(function, f"{name}_serial"))
 
     def __call__(self, *arguments: Any) -> None:
         num_threads = torch.get_num_threads()
@@ -67,6 +70,22 @@ def inlined(function: F) -> F:
     """A part of a compiled kernel; called by kernels only."""
     part: Any = numba.njit(**{**_OPTIONS, "cache": False})(function)
     return part  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _digest_of(module: str) -> str:
+    """Of what a module's kernels are made of: itself and all of ours that it imports. numba's cache looks at a kernel's
+    own file only, and would go on with old code where an `inlined` part or a constant elsewhere has changed."""
+    sources: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in sources or name not in sys.modules:
+            continue
+        sources[name] = source = Path(str(sys.modules[name].__file__)).read_text(encoding="utf-8")
+        for package, names in re.findall(r"^from (kernels[.\w]*) import ([^(\n]*)", source, re.MULTILINE):
+            waiting += [package, *(f"{package}.{part.strip()}" for part in names.split(","))]
+    return hashlib.sha256("\0".join(sources[name] for name in sorted(sources)).encode()).hexdigest()[:8]
 
 
 def _renamed(function: Callable[..., None], name: str) -> Callable[..., None]:

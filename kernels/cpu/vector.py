@@ -26,8 +26,6 @@ _LOWEST = -125.0
 _EXP2 = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2,
          2.402264791363012e-1, 6.931472028550421e-1, 1.0)  # fmt: skip
 
-Generate = Callable[[Any, Any, Any, Any], Any]
-
 
 class Floats8(types.Type):
     """The type of such a value."""

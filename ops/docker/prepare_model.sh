@@ -7,7 +7,7 @@ model=$MODEL
 if [ -e "/input/$model" ]; then
     model=/input/$model
 fi
-directory=$(baton models prepare "$model")
+directory=$(baton models prepare "$model" ${BATON_WEIGHTS:+--weights "$BATON_WEIGHTS"})
 ln -sfn "$directory" "$BATON_CACHE_DIR/model.new"
 mv -T "$BATON_CACHE_DIR/model.new" "$BATON_CACHE_DIR/model"
 if [ ! -e "$NUMBA_CACHE_DIR/warm" ]; then

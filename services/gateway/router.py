@@ -104,8 +104,15 @@ def _candidates(demand: Demand, fleet: Fleet) -> tuple[Sequence[Worker], Sequenc
     is_remote = demand.path == "remote" or (demand.path == "auto" and (demand.strict or bool(fleet.prefills)))
     if is_remote and not fleet.prefills:
         raise NoWorker("no prefill worker is alive and this request must not take another path", retry_after_s=1.0)
-    decodes = usable(fleet.decodes, "decode" if is_remote else "local", fleet.shut, _peer)
-    return decodes, fleet.prefills if is_remote else None
+    if not is_remote:
+        return usable(fleet.decodes, "local", fleet.shut, _peer), None
+    return usable(_served(fleet), "decode", fleet.shut, _peer), fleet.prefills
+
+
+def _served(fleet: Fleet) -> Sequence[Worker]:
+    """The Ds that some P can hand over to; all where there is none, so that it is said what does not fit."""
+    identities = {w.report.identity for w in fleet.prefills}
+    return [w for w in fleet.decodes if w.report.identity in identities] or fleet.decodes
 
 
 def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Sequence[Worker]:

@@ -42,16 +42,9 @@ class Sampled:
     logprob: TokenLogprob | None
 
 
-def bad_rows(logits: torch.Tensor) -> list[int]:
-    """Rows of [R, V] that hold a NaN or an infinity."""
-    if bool(torch.isfinite(logits.sum())):
-        return []
-    return (~torch.isfinite(logits).all(dim=1)).nonzero().flatten().tolist()
-
-
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """One token for each row of float32 logits [R, V], which are left as they are. Raises EngineError, having sampled
-    nothing, where a row is not finite or no token is allowed; whoever wants to lose that row only asks `bad_rows`."""
+    nothing, where a row is not finite or no token is allowed; rows sampled one by one lose that row only."""
     if logits.shape[0] != len(rows):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
     if not rows:

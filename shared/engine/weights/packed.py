@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kernels.packing import PackedWeight, pack, parts_of, restore
+from kernels.packing import PackedWeight, kinds_of_parts, pack, parts_of, restore
 from shared.engine.weights.catalog import PreparedModel, locked
 from shared.engine.weights.errors import InvalidModel
 from shared.engine.weights.formats import FLOAT32, check_weights, default_weights
@@ -93,7 +93,11 @@ def _make(prepared: PreparedModel, format: str, tell: OnProgress) -> PackedFile:
             return found
         _note_path(prepared, format).unlink(missing_ok=True)
         scratch = prepared.directory / f".weights-{format}.tmp"
-        described = _write(prepared, format, scratch, tell)
+        try:
+            described = _write(prepared, format, scratch, tell)
+        except BaseException:
+            scratch.unlink(missing_ok=True)  # the disk may be full
+            raise
         scratch.rename(_weights_path(prepared, format))
         note = prepared.directory / f".weights-{format}.json.tmp"
         with note.open("w", encoding="utf-8") as file:
@@ -105,28 +109,30 @@ def _make(prepared: PreparedModel, format: str, tell: OnProgress) -> PackedFile:
 
 
 def _write(prepared: PreparedModel, format: str, path: Path, tell: OnProgress) -> PackedFile:
+    """One matrix at a time is in memory."""
     source = open_weights(prepared.directory, prepared.config)
-    names = sorted(source.names)
-    parts: dict[str, np.ndarray] = {}
-    matrices: dict[str, tuple[str, int, int]] = {}
-    for done, name in enumerate(names):
-        tell("weights", done, len(names))
-        tensor = source.read(name)
-        if tensor.ndim != 2:
-            parts[name] = tensor
-            continue
-        chosen = _format_of(name, format, tied=_LM_HEAD not in source.names)
-        try:
-            packed = pack(tensor, chosen)
-        except ValueError as error:
-            raise InvalidModel(f"{source}: {name} cannot be kept in {chosen}: {error}") from error
-        matrices[name] = (chosen, packed.num_out, packed.width)
-        parts |= {name + suffix: part for suffix, part in parts_of(packed).items()}
-    # Large types first: each tensor then lies where its type may lie.
-    order = sorted(parts, key=lambda name: (-parts[name].itemsize, name))
-    kinds = {name: (type_name(parts[name]), parts[name].shape) for name in order}
-    digest = write_tensors(path, kinds, ((name, parts[name]) for name in order), lambda _: None)
-    tell("weights", len(names), len(names))
+    tied = _LM_HEAD not in source.names
+    shapes = {name: source.shape(name) for name in sorted(source.names)}
+    matrices = {n: (_format_of(n, format, tied), s[0], s[1]) for n, s in shapes.items() if len(s) == 2}
+    # All parts of matrices are a multiple of 16 bytes, so that each tensor lies where its type may lie.
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, matrix in matrices.items():
+        kinds |= {name + suffix: (type_name(kind), shape) for suffix, (kind, shape) in kinds_of_parts(*matrix).items()}
+    plain = [name for name in shapes if name not in matrices]
+    kinds |= {name: (type_name(np.dtype(np.float32)), shapes[name]) for name in plain}
+
+    def parts() -> Iterator[tuple[str, np.ndarray]]:
+        for done, (name, (chosen, *_)) in enumerate(matrices.items()):
+            tell("weights", done, len(matrices))
+            try:
+                packed = pack(source.read(name), chosen)
+            except ValueError as error:
+                raise InvalidModel(f"{source}: {name} cannot be kept in {chosen}: {error}") from error
+            yield from ((name + suffix, part) for suffix, part in parts_of(packed).items())
+        yield from ((name, source.read(name)) for name in plain)
+
+    digest = write_tensors(path, kinds, parts(), lambda _: None)
+    tell("weights", len(matrices), len(matrices))
     return PackedFile(
         version=PACKED_VERSION,
         source_digest=prepared.config.weights_digest,

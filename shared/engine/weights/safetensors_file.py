@@ -116,9 +116,9 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def type_name(array: np.ndarray) -> str:
-    """The format's name of an array's type, one that `write_tensors` writes."""
-    return next(name for name, dtype in _RAW.items() if np.dtype(dtype) == array.dtype)
+def type_name(kind: np.dtype[Any]) -> str:
+    """The format's name of a type, one that `write_tensors` writes."""
+    return next(name for name, dtype in _RAW.items() if np.dtype(dtype) == kind)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

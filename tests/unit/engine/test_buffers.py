@@ -46,6 +46,8 @@ def test_rows_that_change_places_shrink_and_grow_leave_nothing_behind() -> None:
     check(buffers, [row(3, 0, 1, ()), short])
     check(buffers, [row(4, 0, 20, (3, 2), samples=0), long, row(5, 8, 4, (6,), samples=2)])
     check(buffers, [long])
+    check(buffers, [row(6, 40, 1, (6, 8, 9))])
+    check(buffers, [row(7, 40, 1, (6, 5, 9))])
 
 
 def test_random_steps() -> None:

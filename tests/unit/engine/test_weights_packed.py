@@ -1,6 +1,7 @@
 """Models whose weights are kept in a packed format: made once, mapped, and close to the float32 ones."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.packing import PackedWeight
 from shared.engine.models.registry import load_model
 from shared.engine.weights.catalog import PreparedModel, prepare
 from shared.engine.weights.errors import InvalidModel
@@ -61,6 +63,14 @@ def test_the_identity_names_the_format(prepared: PreparedModel) -> None:
     assert load_model(prepared.directory, weights=None).identity == identities[names.index(default)]
 
 
+def test_what_decides_between_tokens_keeps_eight_bits_and_what_is_read_by_rows_sixteen(prepared: PreparedModel) -> None:
+    packed = open_packed(prepared, "int4")
+    formats = {name: value.format for name, value in packed.items() if isinstance(value, PackedWeight)}
+    ends = {name: formats.pop(name) for name in ("embed", "lm_head") if name in formats}
+    assert ends == ({"embed": "float16", "lm_head": "int8"} if "lm_head" in packed else {"embed": "int8"})
+    assert set(formats.values()) == {"int4"}
+
+
 def test_a_format_is_made_once_and_the_float32_weights_stay(prepared: PreparedModel) -> None:
     open_packed(prepared, "int8")
     first = {path.name: path.stat().st_mtime_ns for path in prepared.directory.iterdir() if path.is_file()}
@@ -91,6 +101,18 @@ def test_a_damaged_file_is_refused(prepared: PreparedModel) -> None:
     file.write_bytes(data)
     with pytest.raises(InvalidModel, match=r"weights-int4\.safetensors is damaged"):
         load_model(prepared.directory, weights="int4")
+
+
+def test_a_disk_without_room_is_named_and_nothing_is_left_on_it(prepared: PreparedModel) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    try:
+        with pytest.raises(InvalidModel, match="weights in int8 could not be made: File too large"):
+            open_packed(prepared, "int8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not [path for path in prepared.directory.iterdir() if "int8" in path.name and path.suffix != ".lock"]
+    assert open_packed(prepared, "int8")
 
 
 def test_weights_too_large_for_float16_are_refused_by_name(tmp_path: Path) -> None:
@@ -140,7 +162,11 @@ def test_processes_that_ask_at_once_make_it_once_and_without_torch(prepared: Pre
     for racer in racers:
         assert racer.stdout
         assert racer.stdout.readline() == "ready\n"
-    answers = [racer.communicate("\n", timeout=120)[0].split() for racer in racers]
+    for racer in racers:
+        assert racer.stdin
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    answers = [racer.communicate(timeout=120)[0].split() for racer in racers]
     assert len({count for count, _, _ in answers}) == 1
     assert [made for _, made, _ in answers].count("True") == 1
     assert all(torch_there == "False" for _, _, torch_there in answers)

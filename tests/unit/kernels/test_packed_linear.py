@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.ops import CpuOps, warm_up
+from kernels.cpu.ops import KV_TYPES, CpuOps, warm_up
 from kernels.cpu.vectors import has_vectors
 from kernels.ops import Ops
 from kernels.packing import FORMATS, PackedWeight, pack, take_rows, unpack
 from kernels.reference import ReferenceOps
 
+ROOT = Path(__file__).parents[3]
 CPU: Ops = CpuOps()
 REFERENCE: Ops = ReferenceOps()
 
@@ -129,18 +131,24 @@ def test_zeros_and_single_values_have_no_step() -> None:
             assert (unpack(pack(np.full((3, 40), value, np.float32), name)) == value).all()
 
 
-def test_what_float16_cannot_hold_is_refused() -> None:
+@pytest.mark.parametrize("name", ["float16", "int4"])
+def test_what_float16_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="too large for float16"):
-        pack(np.full((2, 3), 1e5, np.float32), "float16")
+        pack(np.full((2, 3), -1e5, np.float32), name)
 
 
 PLAIN = """
 import numpy as np, torch
 from kernels.cpu.linear import fit_for_this_machine
-from kernels.cpu.ops import CpuOps, warm_up
+from kernels.cpu.ops import KV_TYPES, CpuOps, warm_up
 from kernels.cpu.vectors import has_vectors
 from kernels.packing import FORMATS, pack, unpack
-warm_up()
+from tests.support_kernels import CPU, REFERENCE
+from tests.support_paged import attend, make_paged
+for name in KV_TYPES:
+    warm_up(name)
+    batch = make_paged([(1, 20), (5, 9)], 16, num_kv_heads=1, group=3, head_dim=16, kv_dtype=name)
+    print(name, torch.allclose(attend(CPU, batch), attend(REFERENCE, batch), atol=1e-5))
 for name in FORMATS:
     weight = pack(np.random.default_rng(0).standard_normal((5, 40), dtype=np.float32), name)
     x, fit = torch.randn(3, 40), fit_for_this_machine(weight)
@@ -149,11 +157,14 @@ for name in FORMATS:
 """
 
 
-def test_without_vector_instructions_weights_are_unpacked() -> None:
+def test_without_vector_instructions_weights_are_unpacked_and_every_kv_type_works() -> None:
     """NUMBA_CPU_NAME makes numba compile for a processor that has none of them."""
     plain = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run([sys.executable, "-c", PLAIN], env=plain, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["False", "True", "True"] * len(FORMATS), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], env=plain, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    kv = [word for name in KV_TYPES for word in (name, "True")]
+    assert done.stdout.split() == [*kv, *["False", "True", "True"] * len(FORMATS)], done.stderr
 
 
 def test_this_machine_has_the_vector_instructions_the_kernels_are_for() -> None:

@@ -1,0 +1,58 @@
+"""Ops that take each row of a step for itself, against the reference."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.cpu.ops import warm_up
+from tests.support_kernels import CPU, REFERENCE, few
+from tests.support_paged import POISON
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    warm_up()
+
+
+@few
+@given(
+    rows=st.integers(1, 50),
+    width=st.integers(1, 70),
+    outputs=st.integers(1, 70),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_linear(rows: int, width: int, outputs: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width + 2, generator=generator)[:, 2:]
+    weight = torch.randn(outputs, width, generator=generator)
+    offset = torch.randn(outputs, generator=generator) if bias else None
+    actual = CPU.linear(x, weight, offset)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, REFERENCE.linear(x, weight, offset), rtol=1e-5, atol=1e-4)
+
+
+def test_linear_rows_do_not_mix() -> None:
+    x, weight = torch.randn(9, 64), torch.randn(33, 64)
+    quiet = CPU.linear(x, weight)
+    x[4] = POISON
+    loud = CPU.linear(x, weight)
+    assert torch.isnan(loud[4]).all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(loud[others], quiet[others])
+
+
+@few
+@given(rows=st.integers(1, 70), width=st.sampled_from([1, 7, 64, 576]), seed=st.integers(0, 99))
+def test_norms_and_activation(rows: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = torch.randn(2, rows, width, generator=generator)
+    weight = torch.randn(width, generator=generator)
+    gate_up = torch.randn(rows, 2 * width, generator=generator)
+    torch.testing.assert_close(CPU.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(CPU.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), rtol=1e-5, atol=1e-6)
+    normed, total = CPU.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(normed, expected_normed, rtol=1e-5, atol=1e-6)
+    assert torch.equal(total, expected_total)
