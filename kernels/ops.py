@@ -5,7 +5,8 @@ device. Shapes: T new tokens of S sequences, Hq query heads, Hkv key/value heads
 tokens, F hidden of the gated MLP. A layer of the KV component is contiguous [P, 2, Hkv, B, row]: keys at 0,
 values at 1. A row is D floats of any type, or, where the layer is uint8, D fp8 codes and their float32 scale
 (`reference.encode_fp8`). positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
-token.
+token. On a GPU decode steps are padded: with sequences of one token at position -1 and a context of 0, for which
+nothing is stored and whose results nobody reads.
 """
 
 from typing import Protocol
