@@ -165,6 +165,15 @@ def test_everything_else_runs_eagerly_and_unpadded(named: Any, rows: list[Row]) 
     assert same(seen, batch)
 
 
+def test_a_row_of_the_step_before_is_padding_now(named: Any) -> None:
+    inner, outer, replayed = named
+    for count in (4, 3):
+        outer.forward(build_batch([row(1)] * count), ())
+    assert replayed == [4, 4]
+    assert inner.seen[-1].positions.tolist() == [4, 4, 4, -1]
+    assert inner.seen[-1].context_lens.tolist() == [5, 5, 5, 0]
+
+
 def test_rows_that_draw_nothing_have_no_logits(named: Any) -> None:
     _, outer, replayed = named
     rows = [row(7, samples=False), row(8), row(9, samples=False), row(10), row(11)]
