@@ -5,8 +5,12 @@ device. Shapes: T new tokens of S sequences, Hq query heads, Hkv key/value heads
 tokens, F hidden of the gated MLP. A layer of the KV component is contiguous [P, 2, Hkv, B, row]: keys at 0,
 values at 1. A row is D floats of any type, or, where the layer is uint8, D fp8 codes and their float32 scale
 (`reference.encode_fp8`). positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
-token. On a GPU decode steps are padded: with sequences of one token at position -1 and a context of 0, for which
-nothing is stored and whose results nobody reads.
+token.
+
+CUDA graphs have fixed shapes, so their batches are padded. A padding row is a sequence of one token (query_start goes
+on ascending by one) with position -1 and context_len 0: `rotary_and_store` writes nothing into pages for it, and its
+rotated q is undefined; `paged_attention` gives zeros; the other ops treat every row alike. `reference` and `cuda` know
+padding; `cpu` does not, for nothing pads there.
 """
 
 from typing import Protocol
