@@ -107,7 +107,7 @@ def make_stages(device: torch.device, *, tiny: bool) -> list[Stage]:
         Stage("paged-ops", 120 * scale, lambda f: check_paged(f, ops, device, tiny=tiny)),
         Stage("packed-ops", 15 * scale, lambda f: check_packed(f, ops, device)),
         Stage("graphs", 20 * scale, lambda f: compare_graphs(f, small, ops, device, record, sizes)),
-        Stage("engine", 30 * scale, lambda f: check_engine(f, ops, device)),
+        Stage("engine", 30 * scale, lambda f: check_engine(f, ops, device, record if device.type == "cuda" else None)),
         Stage("decode-small", 30 * scale, lambda f: decode(f, small)),
         Stage("kernel-rates", 40 * scale, lambda f: measure_kernels(f, ops, device, tiny=tiny)),
         Stage("prefill-small", 10 * scale, lambda f: prefill(f, small)),

@@ -11,9 +11,10 @@ from benchmarks.gpu_stages import Findings
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 from shared.engine.api import ChunkDone, StepOutput
-from shared.engine.device import one_prompt, place
+from shared.engine.device import on_device, one_prompt
 from shared.engine.engine import BatchEngine
 from shared.engine.executor import ThreadExecutor
+from shared.engine.graphs import Record
 from shared.engine.models.base import Model
 from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings
@@ -27,10 +28,10 @@ _LENGTHS = (1, 15, 16, 40, 130)
 _SAMPLING = SamplingSpec(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True)
 
 
-def check_engine(findings: Findings, ops: Ops, device: torch.device) -> None:
+def check_engine(findings: Findings, ops: Ops, device: torch.device, record: Record | None) -> None:
     model = random_model(TINY, ops, device, dtype="float32", kv_dtype="float32")
     prompts = [tuple((7 * k + 31 * number) % 300 for k in range(n)) for number, n in enumerate(_LENGTHS)]
-    answers = asyncio.run(_answers(model, device, prompts))
+    answers = asyncio.run(_answers(model, device, record, prompts))
     cpu = torch.device("cpu")
     reference = random_model(TINY, ReferenceOps(), cpu, dtype="float32", kv_dtype="float32")
     for name, tensor in _tensors(model).items():
@@ -44,7 +45,9 @@ def check_engine(findings: Findings, ops: Ops, device: torch.device) -> None:
                 break
 
 
-async def _answers(model: Model, device: torch.device, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+async def _answers(
+    model: Model, device: torch.device, record: Record | None, prompts: list[tuple[int, ...]]
+) -> list[list[int]]:
     """All prompts at once; every token of each, the handoff token first."""
     settings = EngineSettings(page_tokens=PAGE_TOKENS, num_pages=128, max_running=8, prefill_chunk=32)
     executor = ThreadExecutor(1)
@@ -58,7 +61,7 @@ async def _answers(model: Model, device: torch.device, prompts: list[tuple[int, 
 
     pools, engines = [], []
     for _ in range(2):
-        placed, pool = await executor.run(lambda: place(model, settings, device.type, graphs=True))
+        placed, pool = await executor.run(lambda: on_device(model, settings, device, record))
         pools.append(pool)
         engines.append(BatchEngine(placed, pool, settings, _Shared(executor), listen))
     p, d = engines

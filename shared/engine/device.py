@@ -4,7 +4,7 @@ steps will need rehearsed before the worker says that it is ready."""
 import torch
 
 from shared.engine.buffers import table_width
-from shared.engine.graphs import DeviceModel, graph_sizes, record_cuda
+from shared.engine.graphs import DeviceModel, Record, graph_sizes, record_cuda
 from shared.engine.models.base import Batch, Model
 from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings, plan_layout
@@ -13,34 +13,33 @@ from shared.runtime.settings import ConfigError
 
 
 def place(model: Model, settings: EngineSettings, device: str, *, graphs: bool) -> tuple[Model, StatePool]:
-    """What the engine is made of. In the compute thread. graphs: whether a GPU replays decode steps (graphs.py).
-
-    On a GPU a prompt of the largest step and decode steps of every recorded size are computed here, so that kernels are
-    compiled and memory that is too small for the pool beside the model shows now, as a ConfigError.
-    """
-    layout = plan_layout(model, settings)
+    """What the engine is made of. In the compute thread. graphs: whether a GPU replays decode steps (graphs.py)."""
     if device == "cpu":
-        return model, StatePool(layout)
-    where = torch.device(device)
+        return model, StatePool(plan_layout(model, settings))
+    return on_device(model, settings, torch.device(device), record_cuda() if graphs else None)
+
+
+def on_device(
+    model: Model, settings: EngineSettings, device: torch.device, record: Record | None
+) -> tuple[Model, StatePool]:
+    """Computes a prompt as large as the largest step, and with a recorder decode steps of every recorded size. So kernels
+    are compiled, and memory that is too small for the pool beside the model shows now, as a ConfigError."""
+    layout = plan_layout(model, settings)
+    longest = min(model.max_model_len, settings.max_model_len or model.max_model_len)
+    largest = settings.step_tokens if settings.mode == "chunked" else settings.max_step_tokens
+    width = table_width(-(-longest // layout.page_tokens))
     try:
-        pool = StagedPool(layout, where)
-        longest = min(model.max_model_len, settings.max_model_len or model.max_model_len)
-        width = table_width(-(-longest // layout.page_tokens))
-        eager = DeviceModel(model, where, pool.tensors, (), width, record_cuda())
-        largest = settings.step_tokens if settings.mode == "chunked" else settings.max_step_tokens
-        num_tokens = min(largest, longest, layout.num_pages * layout.page_tokens)
-        eager.forward(one_prompt(num_tokens, layout.page_tokens), pool.tensors)
-        torch.cuda.synchronize(where)
-        if not graphs:
+        pool = StagedPool(layout, device)
+        eager = DeviceModel(model, device, pool.tensors, (), width, None)
+        prompt = one_prompt(min(largest, longest, layout.num_pages * layout.page_tokens), layout.page_tokens)
+        eager.forward(prompt, pool.tensors).cpu()
+        if record is None:
             return eager, pool
-        sizes = graph_sizes(settings.max_running)
-        return DeviceModel(model, where, pool.tensors, sizes, width, record_cuda()), pool
+        return DeviceModel(model, device, pool.tensors, graph_sizes(settings.max_running), width, record), pool
     except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(where)
         raise ConfigError(
             f"kv_bytes: a pool of {layout.total_bytes / (1 << 30):.1f} GiB and what steps need do not fit into the GPU "
-            f"beside the model ({free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB were left); lower kv_bytes, "
-            "max_step_tokens or max_running"
+            "beside the model; lower kv_bytes, max_step_tokens or max_running"
         ) from error
 
 

@@ -1,7 +1,4 @@
-"""A step's batch on its way to a GPU: laid out in one piece of pinned host memory, and sent in one copy.
-
-The only place where a batch changes devices.
-"""
+"""A step's batch on its way to a GPU: laid out in one piece of pinned host memory, and sent in one copy."""
 
 from dataclasses import dataclass, fields
 

@@ -26,8 +26,8 @@ result lies in the same memory each time."""
 class DeviceModel:
     """A model on a device, for a runner whose batches are in host memory. Logits are valid until the next step.
 
-    sizes: batch sizes, ascending, that are recorded while it is made, from whatever the first page and slot hold; the
-    pages of `state` must not be in use yet. Steps of one token a row that fit none run eagerly.
+    sizes: batch sizes, ascending, that are recorded while it is made; none without a recorder. Steps of one token a row
+    that fit none run eagerly.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DeviceModel:
         state: tuple[torch.Tensor, ...],
         sizes: Sequence[int],
         table_width: int,
-        record: Record,
+        record: Record | None,
     ) -> None:
         self.identity = model.identity
         self.vocab_size = model.vocab_size
@@ -45,12 +45,13 @@ class DeviceModel:
         self.eos_token_ids = model.eos_token_ids
         self._model = model
         self._upload = Upload(device)
-        self._sizes = tuple(sizes)
+        self._sizes = tuple(sizes) if record is not None else ()
         self._table_width = table_width
-        # The largest first: the smaller ones then find all the memory they need in what it has taken.
-        self._graphs = {
-            size: _DecodeGraph(model, device, state, size, table_width, record) for size in reversed(self._sizes)
-        }
+        self._graphs: dict[int, _DecodeGraph] = {}
+        if record is not None:
+            # The largest first: the smaller ones then find all the memory they need in what it has taken.
+            for size in reversed(self._sizes):
+                self._graphs[size] = _DecodeGraph(model, device, state, size, table_width, record)
 
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
         return self._model.components(page_tokens)

@@ -9,9 +9,12 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu_check
+from benchmarks.gpu_engine import check_engine
 from benchmarks.gpu_stages import Findings, Stage, run_stages
 from benchmarks.report import figure
 from kernels.cpu.ops import CpuOps, warm_up
+from kernels.reference import ReferenceOps
+from shared.engine.graphs import Replay
 
 TRIAL = ["--device", "cpu", "--tiny"]
 STAGES = [stage.name for stage in gpu_check.make_stages(torch.device("cpu"), tiny=True)]
@@ -98,6 +101,18 @@ def test_a_wrong_kernel_is_named_and_fails_the_check(
     monkeypatch.setattr(gpu_check, "get_ops", lambda device: ops)
     assert gpu_check.main([*TRIAL, "--results", str(tmp_path), "--only", stage]) == 1
     assert f"WRONG: {what}" in capsys.readouterr().out
+
+
+def test_the_engine_is_checked_with_graphs_where_padding_is_known() -> None:
+    findings, sizes = Findings(), list[int]()
+
+    def record(work: Replay) -> Replay:
+        sizes.append(len(work()))
+        return work
+
+    check_engine(findings, ReferenceOps(), torch.device("cpu"), record)
+    assert findings.wrong == []
+    assert sizes == [8, 4, 2, 1] * 2
 
 
 def test_no_gpu_is_said_before_anything_runs(

@@ -13,15 +13,20 @@ from hypothesis import strategies as st
 from kernels.reference import ReferenceOps
 from shared.engine.batch import Row
 from shared.engine.buffers import StepBuffers, table_width
-from shared.engine.device import one_prompt
+from shared.engine.device import on_device, place
 from shared.engine.device_batch import Upload
 from shared.engine.graphs import DeviceModel, Record, Replay, graph_sizes
 from shared.engine.models.base import Batch, Model
 from shared.engine.models.registry import load_model
+from shared.engine.pool import StatePool
 from shared.engine.runner import build_batch
 from shared.engine.sampler import SampleRow
+from shared.engine.settings import EngineSettings
+from shared.engine.staged_pool import StagedPool
 from shared.engine.weights.catalog import prepare
 from shared.protocol.messages import SamplingSpec
+from shared.runtime.settings import ConfigError
+from shared.state.components import IndexKind, StateComponent
 from shared.transfer.link import TicketKey
 from tests.support_tiny_model import tiny_weights, write_hf
 
@@ -217,7 +222,62 @@ def test_batches_of_any_shape_arrive_as_they_were() -> None:
         assert same(arrived, build_batch(rows))
 
 
-def test_the_prompt_that_is_rehearsed_is_a_whole_step(model: Model) -> None:
-    logits = model.forward(one_prompt(30, PAGE_TOKENS), noise(model, 1))
-    assert logits.shape == (1, model.vocab_size)
-    assert torch.isfinite(logits).all()
+class Paged(Named):
+    """With state, so that a pool can be made for it."""
+
+    def components(self, page_tokens: int) -> Any:
+        return (StateComponent("kv", IndexKind.PAGE, page_tokens, (1,), (2,), "float32", (0,)),)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_tokens"),
+    [
+        ({"max_step_tokens": 40}, 40),
+        ({"max_step_tokens": 512}, MAX_LEN),
+        ({"max_step_tokens": 512, "max_model_len": 50}, 50),
+        ({"max_step_tokens": 512, "num_pages": 5}, 20),
+        ({"mode": "chunked", "step_tokens": 24, "max_step_tokens": 512}, 24),
+    ],
+)
+def test_the_largest_step_is_rehearsed_before_sizes_are_recorded(sizes: dict[str, Any], num_tokens: int) -> None:
+    settings = EngineSettings(**({"page_tokens": PAGE_TOKENS, "num_pages": 100, "max_running": 6} | sizes))
+    inner, recorded = Paged(), list[int]()
+    placed, pool = on_device(inner, settings, CPU, recorder(recorded, []))
+    assert isinstance(pool, StagedPool)
+    assert recorded == [6, 4, 2, 1]
+    prompt = inner.seen[0]
+    assert prompt.positions.tolist() == list(range(num_tokens))
+    assert prompt.block_tables.tolist() == [list(range(-(-num_tokens // PAGE_TOKENS)))]
+    assert prompt.logit_rows.tolist() == [num_tokens - 1]
+    inner.seen.clear()
+    assert placed.forward(build_batch([row(5), row(6), row(7)]), pool.tensors)[:, 0].tolist() == [5, 6, 7]
+    assert len(inner.seen[0].tokens) == 4
+    pool.close()
+
+
+def test_without_graphs_every_step_is_eager() -> None:
+    inner = Paged()
+    settings = EngineSettings(page_tokens=PAGE_TOKENS, num_pages=100, max_running=6)
+    placed, pool = on_device(inner, settings, CPU, None)
+    placed.forward(build_batch([row(5), row(6), row(7)]), pool.tensors)
+    assert [len(batch.tokens) for batch in inner.seen] == [MAX_LEN, 3]
+    pool.close()
+
+
+def test_too_little_memory_names_the_setting() -> None:
+    class Large(Paged):
+        def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    settings = EngineSettings(page_tokens=PAGE_TOKENS, num_pages=100)
+    with pytest.raises(ConfigError, match=r"kv_bytes: a pool of .* do not fit into the GPU beside the model; lower"):
+        on_device(Large(), settings, CPU, None)
+
+
+def test_a_cpu_is_given_the_model_as_it_is() -> None:
+    inner = Paged()
+    placed, pool = place(inner, EngineSettings(num_pages=4), "cpu", graphs=True)
+    assert placed is inner
+    assert type(pool) is StatePool
+    assert inner.seen == []
+    pool.close()
