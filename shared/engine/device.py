@@ -22,7 +22,7 @@ def place(model: Model, settings: EngineSettings, device: str, *, graphs: bool) 
 def on_device(
     model: Model, settings: EngineSettings, device: torch.device, record: Record | None
 ) -> tuple[Model, StatePool]:
-    """Computes a prompt as large as the largest step, and with a recorder decode steps of every recorded size. So kernels
+    """Computes a prompt as large as the largest step, and with a recorder decode steps of every size. So kernels
     are compiled, and memory that is too small for the pool beside the model shows now, as a ConfigError."""
     layout = plan_layout(model, settings)
     longest = min(model.max_model_len, settings.max_model_len or model.max_model_len)
