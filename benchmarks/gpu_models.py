@@ -44,7 +44,7 @@ def _geometry(name: str, vocab_size: int, layers: int, hidden: int, inner: int, 
 
 SMOLLM2_135M = _geometry("smollm2-135m", 49152, 30, 576, 1536, 9, 3, 64, tied=True)
 LLAMA_8B = _geometry("llama-8b", 128256, 32, 4096, 14336, 32, 8, 128, tied=False)
-TINY = _geometry("tiny", 300, 2, 64, 96, 4, 2, 16, tied=True, max_model_len=512)
+TINY = _geometry("tiny", 300, 2, 64, 96, 3, 1, 64, tied=True, max_model_len=512)
 
 
 def random_model(

@@ -20,8 +20,9 @@ _ROUNDS = 3
 def compare_graphs(
     findings: Findings, geometry: Geometry, ops: Ops, device: torch.device, record: Record, sizes: tuple[int, ...]
 ) -> None:
-    """Replayed steps against eager ones on pools that begin alike: the same logits, and nothing written beside them."""
-    model = random_model(geometry, ops, device)
+    """Replayed steps against eager ones on pools that begin alike: the same logits, and nothing written beside them. In
+    float32: in 16 bits a deep random model makes much of the last bit, and products of another size round otherwise."""
+    model = random_model(geometry, ops, device, dtype="float32", kv_dtype="float32")
     largest = sizes[-1]
     pages = 6 * largest + 1
     state, twin = _noise(model, pages, device), _noise(model, pages, device)
@@ -32,7 +33,7 @@ def compare_graphs(
         batch = decode_batch(count, [17 + 7 * (k % 11) for k in range(count)], pages_each=6, first_page=1)
         expected, found = eager.forward(batch, state).clone(), replayed.forward(batch, twin)
         error = float((found - expected).abs().max() / expected.abs().max())
-        if not error <= 3e-2:
+        if not error <= 1e-3:
             findings.wrong.append(f"graph of {geometry.name}, {count} rows: logits off by {error:.2g} of the largest")
         if not torch.equal(twin[0][:, 0], state[0][:, 0]):
             findings.wrong.append(f"graph of {geometry.name}, {count} rows: padding wrote into a page")
