@@ -84,15 +84,20 @@ class EngineBench:
 def deliver(source: EngineBench, target: EngineBench, key: TicketKey, chunks: list[ChunkDone]) -> None:
     """What the sidecars do: copies the rows that carry state into the units the target's own table names."""
     tables = target.engine.unit_tables(key)
+    from_, to = _as_sidecars_see_it(source.pool), _as_sidecars_see_it(target.pool)
     for chunk in chunks:
         for piece in chunk.pieces:
             axis = 2 + len(source.pool.layout.components[piece.component].outer)
             rows = source.pool.layout.components[piece.component].unit_tokens
             for k, unit in enumerate(piece.units):
                 count = piece.rows_in_last if k == len(piece.units) - 1 else rows
-                there = target.pool.tensors[piece.component][:, tables[piece.component][piece.first_unit + k]]
-                here = source.pool.tensors[piece.component][:, unit]
+                there = to[piece.component][:, tables[piece.component][piece.first_unit + k]]
+                here = from_[piece.component][:, unit]
                 there.narrow(axis - 1, 0, count).copy_(here.narrow(axis - 1, 0, count))
+
+
+def _as_sidecars_see_it(pool: StatePool) -> list[torch.Tensor]:
+    return [torch.from_numpy(pool.layout.view(pool.buffer, k)) for k in range(len(pool.layout.components))]
 
 
 def first_tokens(chunks: list[ChunkDone]) -> tuple[FirstToken, ...]:
@@ -128,12 +133,15 @@ def undivided(prompt: tuple[int, ...], sampling: SamplingSpec, model: Model | No
 
 @asynccontextmanager
 async def running(
-    model: Model | None = None, executor: Executor | None = None, **settings: Any
+    model: Model | None = None,
+    executor: Executor | None = None,
+    make_pool: Callable[[PoolLayout], StatePool] = StatePool,
+    **settings: Any,
 ) -> AsyncIterator[EngineBench]:
     sizes = {"num_pages": 64, "page_tokens": 4, "prefill_chunk": 16} | settings
     chosen = EngineSettings(**sizes)
     model = model or Toy()
-    pool = StatePool(plan_layout(model, chosen))
+    pool = make_pool(plan_layout(model, chosen))
     for tensor in pool.tensors:
         tensor.fill_(99)  # what earlier requests left behind
     bench: EngineBench

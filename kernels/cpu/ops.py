@@ -36,6 +36,11 @@ def warm_up(kv_dtype: str = "float32") -> None:
     in the compute thread before the worker reports ready."""
     for num_tokens in (1, max(SERIAL_ROWS, SERIAL_TOKENS) + 1):
         _step(CpuOps(), num_tokens, KV_TYPES[kv_dtype])
+    warm_up_sampling()
+
+
+def warm_up_sampling() -> None:
+    """The part of `warm_up` that a worker needs on any device: tokens are drawn on the CPU."""
     one = np.ones(1, np.uint64)
     for vocab_size in (4, 1 << 17):
         pick(torch.zeros(1, vocab_size), np.ones(1, np.float32), uniform(one, one, one))

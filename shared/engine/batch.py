@@ -23,6 +23,14 @@ class CopySlot:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A link has put state into these units."""
+
+    pages: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Copies these units into host memory, in this order."""
 
@@ -34,12 +42,13 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copies saved units back: (number among the saved ones, unit of the pool)."""
+    """Copies saved units back: (number among the saved ones, unit of the pool). leaves: as a row's."""
 
     key: TicketKey
     saved: Saved
     pages: tuple[tuple[int, int], ...]
     slots: tuple[tuple[int, int], ...]
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,8 @@ class Row:
     """One sequence's share of a step: `tokens` at positions start, start + 1 …
 
     choice: None while it is the group's prompt that is computed, before the choices part. samples: tokens to draw
-    from the last position's logits; several where the choices of a prompt draw their first ones.
+    from the last position's logits; several where the choices of a prompt draw their first ones. leaves: a link will
+    read the state that it writes.
     """
 
     key: TicketKey
@@ -57,6 +67,7 @@ class Row:
     pages: tuple[int, ...]
     slot: int
     samples: tuple[SampleRow, ...]
+    leaves: bool = False
 
     @property
     def end(self) -> int:
@@ -67,7 +78,7 @@ class Row:
 class StepPlan:
     """First the copies in order, then what is saved, then what is loaded, then one forward over all rows."""
 
-    copies: tuple[CopyPage | CopySlot, ...]
+    copies: tuple[CopyPage | CopySlot | Arrival, ...]
     rows: tuple[Row, ...]
     saves: tuple[Save, ...] = ()
     loads: tuple[Load, ...] = ()

@@ -17,6 +17,11 @@ _FIRST_TOKENS = 512
 _TABLE_STEP = 8
 
 
+def table_width(num_pages: int) -> int:
+    """Columns of a block table whose longest row has that many pages: a multiple that seldom changes."""
+    return -(-(num_pages or 1) // _TABLE_STEP) * _TABLE_STEP
+
+
 class StepBuffers:
     """What `fill` returns is valid until the next `fill`. The compute thread owns it."""
 
@@ -59,9 +64,8 @@ class StepBuffers:
         )
 
     def _fill_tables(self, rows: Sequence[Row]) -> np.ndarray:
-        """[S, M], contiguous, M a multiple that seldom changes; 0 beyond a row's own pages."""
-        width = max(len(row.pages) for row in rows) or 1
-        width += -width % _TABLE_STEP
+        """[S, M], contiguous; 0 beyond a row's own pages."""
+        width = table_width(max(len(row.pages) for row in rows))
         if width != self._tables.shape[1] or len(rows) > len(self._tables):
             self._tables = np.zeros((max(len(rows), len(self._slots)), width), np.int32)
             self._in_table = [()] * len(self._tables)

@@ -116,7 +116,7 @@ class Capacity:
         if places[0].choice is None:
             group.computed = places[0].computed
             pages = tuple(zip(places[0].pages, group.trunk_pages, strict=False))
-            return Load(group.key, group.saved, pages, ((0, group.trunk_slot),))
+            return Load(group.key, group.saved, pages, ((0, group.trunk_slot),), leaves=not group.decodes)
         free_pages, free_slots = group.trunk_pages + group.spare_pages, [group.trunk_slot, *group.spare_slots]
         at: dict[int, int] = {}
         slots = []

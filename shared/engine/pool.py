@@ -20,7 +20,8 @@ class StatePool:
     """Owns the descriptor and the mapping. `tensors[i]` is component i, [layers, units, *unit_shape], sharing memory
     with `buffer`; pages are handed out as they are, slots must be cleared when taken (`clear_slot`).
 
-    The size is sealed, so that a process that maps it cannot be hit by a truncation.
+    Where the state is on a device, `tensors` are not `buffer`'s own (staged_pool.py). The size is sealed, so that a
+    process that maps it cannot be hit by a truncation.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
@@ -56,6 +57,12 @@ class StatePool:
         for tensor, paged in zip(self.tensors, self._paged, strict=True):
             if not paged:
                 tensor[:, target] = tensor[:, source]
+
+    def bring_in(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Makes what a link has put into these units visible to steps; here it is at once."""
+
+    def bring_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Makes what steps have written to these units visible to links; here it is at once. Waits for it."""
 
     def read_units(self, pages: Sequence[int], slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Copies in host memory, one a component: [layers, units, *unit_shape]."""

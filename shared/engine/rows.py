@@ -57,7 +57,7 @@ def _prompt_row(group: Group, count: int, eos_token_ids: frozenset[int]) -> Row:
         samples = tuple(_sample_row(group, choice, eos_token_ids) for choice in group.live if not choice.outputs)
     assert group.trunk_slot is not None
     tokens, pages = group.prompt[start:end], tuple(group.trunk_pages)
-    return Row(group.key, None, tokens, start, pages, group.trunk_slot, samples)
+    return Row(group.key, None, tokens, start, pages, group.trunk_slot, samples, leaves=not group.decodes)
 
 
 def choice_row(group: Group, choice: Choice, count: int, eos_token_ids: frozenset[int]) -> Row:

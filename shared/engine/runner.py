@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shared.engine.batch import CopyPage, Row, StepPlan, StepResult
+from shared.engine.batch import CopyPage, CopySlot, Row, StepPlan, StepResult
 from shared.engine.buffers import StepBuffers
 from shared.engine.models.base import Batch, Model
 from shared.engine.pool import StatePool
@@ -29,16 +29,21 @@ class Runner:
         for copy in plan.copies:
             if isinstance(copy, CopyPage):
                 self._pool.copy_page(copy.source, copy.target)
-            else:
+            elif isinstance(copy, CopySlot):
                 self._pool.copy_slot(copy.source, copy.target)
+            else:
+                self._pool.bring_in(copy.pages, copy.slots)
         for save in plan.saves:
             save.saved.tensors = self._pool.read_units(save.pages, save.slots)
         for load in plan.loads:
             self._pool.write_units(load.saved.tensors, load.pages, load.slots)
+            if load.leaves:
+                self._pool.bring_out([page for _, page in load.pages], [slot for _, slot in load.slots])
         if not plan.rows:
             return StepResult(())
         self._check_tables(plan.rows)
         logits = self._model.forward(self._buffers.fill(plan.rows), self._pool.tensors)
+        self._bring_out(plan.rows)
         wanted = [row for row in plan.rows if row.samples]
         if not wanted:
             return StepResult(((),) * len(plan.rows))
@@ -47,6 +52,12 @@ class Runner:
             logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), dim=0)  # [samples, vocab]
         drawn = iter(self._draw(logits, [sample for row in wanted for sample in row.samples]))
         return StepResult(tuple(_all_or_error([next(drawn) for _ in row.samples]) for row in plan.rows))
+
+    def _bring_out(self, rows: tuple[Row, ...]) -> None:
+        page_tokens = self._pool.layout.page_tokens
+        for row in rows:
+            if row.leaves:
+                self._pool.bring_out(row.pages[row.start // page_tokens : -(-row.end // page_tokens)], (row.slot,))
 
     def _check_tables(self, rows: tuple[Row, ...]) -> None:
         """Compiled kernels do not check bounds: a row beyond its own pages would write into somebody else's."""

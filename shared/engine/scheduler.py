@@ -6,7 +6,7 @@ between (a ticket starts, a choice ends) never touch what a step under way uses:
 """
 
 from shared.engine.api import ChunkDone, EngineStats, GroupFailed, TokenOut
-from shared.engine.batch import CopyPage, CopySlot, Load, Row, Save, StepPlan, StepResult
+from shared.engine.batch import Arrival, CopyPage, CopySlot, Load, Row, Save, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.effects import StepEffects
 from shared.engine.pieces import chunk_pieces
@@ -82,6 +82,8 @@ class Scheduler:
             choice = group.choices[token.choice]
             choice.outputs.append(token.token)
             choice.done = choice.done or token.finish is not None
+        assert group.trunk_slot is not None
+        group.copies.append(Arrival(tuple(group.trunk_pages), (group.trunk_slot,)))
         self._begin_decoding(group)
 
     def finish_choice(self, group: Group, index: int) -> None:
@@ -116,7 +118,7 @@ class Scheduler:
             self._fail_group(group, error.code, error.message, effects)
         self.room.serve_claims(effects)
         rows += chunk_rows(self._active.values(), len(rows), self._settings, self._eos_token_ids)
-        copies: list[CopyPage | CopySlot] = []
+        copies: list[CopyPage | CopySlot | Arrival] = []
         parts: tuple[Row | Save | Load, ...] = (*rows, *self.room.saves, *self.room.loads)
         for part in parts:
             group = self.groups[part.key]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
-from shared.engine.batch import CopyPage, CopySlot
+from shared.engine.batch import Arrival, CopyPage, CopySlot
 from shared.engine.stash import Saved
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
 from shared.transfer.link import TicketKey
@@ -68,7 +68,7 @@ class Group:
     spare_slots: list[int] = field(default_factory=list)
     growth_tokens: int = 1
     computed: int = 0
-    copies: list[CopyPage | CopySlot] = field(default_factory=list)
+    copies: list[CopyPage | CopySlot | Arrival] = field(default_factory=list)
     ahead: int = 0
     saved: Saved | None = None
     gave_way: bool = False

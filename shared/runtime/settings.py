@@ -137,6 +137,7 @@ class WorkerSettings(LinkSettings):
     kv_dtype: Literal["float32", "float16", "fp8"] = Field(
         "float32", description="what keys and values are kept and moved in; workers of one cluster need the same"
     )
+    cuda_graphs: bool = Field(True, description="device cuda: record decode steps and replay them")
     threads: Positive | None = Field(None, description="compute threads. Default: all cores, shared out by `baton up`")
     page_tokens: Positive = Field(16, description="tokens in a page")
     kv_bytes: ByteSize = Field(ByteSize(1 << 30), description="memory for the state of requests, as in 1GiB")

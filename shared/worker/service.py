@@ -5,14 +5,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from kernels.cpu.ops import warm_up
+from kernels.cpu.ops import warm_up, warm_up_sampling
 from shared.engine.api import Engine, StepOutput
+from shared.engine.device import place
 from shared.engine.engine import BatchEngine
 from shared.engine.executor import ThreadExecutor
 from shared.engine.models.base import Model
 from shared.engine.models.registry import check_device, load_model
 from shared.engine.pool import StatePool
-from shared.engine.settings import EngineSettings, plan_layout
+from shared.engine.settings import EngineSettings
 from shared.engine.weights.catalog import prepare
 from shared.engine.weights.formats import check_weights
 from shared.protocol.messages import Pages, WorkerReport
@@ -70,8 +71,11 @@ class WorkerService(Service):
             max_model_len=settings.max_model_len,
             stash_bytes=int(settings.stash_bytes),
         )
-        self._pool = StatePool(plan_layout(model, engine_settings))
-        self.engine = BatchEngine(model, self._pool, engine_settings, executor, self.on_step, self.clock)
+        loaded = model
+        place_it = lambda: place(loaded, engine_settings, settings.device, graphs=settings.cuda_graphs)  # noqa: E731
+        model, pool = await asyncio.wrap_future(executor.submit(place_it))
+        self._pool = pool
+        self.engine = BatchEngine(model, pool, engine_settings, executor, self.on_step, self.clock)
         chosen = settings.model_fields_set  # a sidecar has settings of its own: what nobody set here is left to them
         options = SidecarOptions(
             name=f"{settings.name}-sidecar",
@@ -83,7 +87,7 @@ class WorkerService(Service):
             nats=settings.nats_variables("sidecar"),
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
         )
-        self.link = await SidecarLink.start(options, self._pool.fd, self._pool.layout, self._on_sidecar_restart)
+        self.link = await SidecarLink.start(options, pool.fd, pool.layout, self._on_sidecar_restart)
         self.tasks.spawn_vital(self.link.run(), "sidecar-link")
         self.tasks.spawn_vital(self.engine.run(), "engine")
         deps = self.deps()
@@ -93,7 +97,7 @@ class WorkerService(Service):
         )
         self.tasks.spawn_vital(watch.run(), "gateway-watch")
         await self.desk.start()
-        pages = self._pool.layout.num_pages
+        pages = pool.layout.num_pages
         log.info(
             "%s: mode %s, %d pages of %d tokens, %d compute threads",
             self.model_name,
@@ -179,6 +183,8 @@ class WorkerService(Service):
         if self.settings.device == "cpu":
             log.info("preparing the kernels (compiled once on a machine, in about half a minute)")
             warm_up(self.settings.kv_dtype)
+        else:
+            warm_up_sampling()
         settings = self.settings
         prepared = prepare(settings.model, settings.cache_dir)
         self.model_name = prepared.name

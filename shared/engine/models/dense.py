@@ -45,7 +45,7 @@ class DenseLayer:
 class DenseDecoder:
     """One PAGE component, "kv": [layers, pages, 2, Hkv, page_tokens, row]. The compute thread owns it.
 
-    Weights on any device and of any float type; the state may lie on another device. kv_dtype: float32, float16, or
+    Weights on any device and of any float type; batches and state on the same device. kv_dtype: float32, float16, or
     fp8, where a row is D codes and their float32 scale.
     """
 
@@ -87,14 +87,12 @@ class DenseDecoder:
         ops, eps = self._ops, self._numbers.norm_eps
         (kv,) = state
         last = len(self._layers) - 1
-        device = self._norm.device
-        positions, wanted = batch.positions.to(device), batch.logit_rows.to(device)
-        residual = self._embedded(batch.tokens.to(device))  # [T, H]
+        residual = self._embedded(batch.tokens)  # [T, H]
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
-            x = self._attention(x, layer, kv[i], batch, positions)
+            x = self._attention(x, layer, kv[i], batch)
             if i == last:  # only rows whose logits are wanted matter from here on: [R, H]
-                x, residual = x[wanted], residual[wanted]
+                x, residual = x[batch.logit_rows], residual[batch.logit_rows]
                 if not len(x):
                     return x.new_empty(0, self.vocab_size, dtype=torch.float32)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
@@ -104,9 +102,7 @@ class DenseDecoder:
             x, residual = ops.add_rms_norm(x, residual, following, eps)
         return ops.linear(x, self._lm_head).float()  # [R, vocab]
 
-    def _attention(
-        self, x: torch.Tensor, layer: DenseLayer, kv: torch.Tensor, batch: Batch, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, layer: DenseLayer, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, row]."""
         ops, n = self._ops, self._numbers
         heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, n.head_dim)  # [T, Hq + 2 Hkv, D]
@@ -114,7 +110,7 @@ class DenseDecoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._each_head_normed(q, layer.q_norm), self._each_head_normed(k, layer.k_norm)
         tables, starts = batch.block_tables, batch.query_start
-        q = ops.rotary_and_store(q, k, v, self._cos_sin, positions, kv, tables, starts)
+        q = ops.rotary_and_store(q, k, v, self._cos_sin, batch.positions, kv, tables, starts)
         out = ops.paged_attention(q, kv, tables, starts, batch.context_lens, n.head_dim**-0.5)  # [T, Hq, D]
         return ops.linear(out.flatten(1), layer.o, layer.o_bias)
 
@@ -139,7 +135,7 @@ def load(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtyp
     for name in file.names:
         tensor = torch.from_numpy(file.read(name))
         tensors[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
-    ops = get_ops(device) if kind is torch.float32 else ReferenceOps()
+    ops = ReferenceOps() if device == "cpu" and kind is not torch.float32 else get_ops(device)
     return DenseDecoder(prepared, tensors, ops, dtype, kv_dtype)
 
 

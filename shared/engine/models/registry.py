@@ -1,6 +1,7 @@
 """From a prepared directory to a model that computes: one row for each architecture, as in weights/families.py."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from shared.engine.models.base import Model
@@ -24,7 +25,7 @@ def load_model(
     kv_dtype: what the state is kept in: float32, float16 or fp8. All three are part of the identity. Raises
     InvalidModel, or ConfigError where this cannot be had."""
     if str(prepared_dir) == TOY and not prepared_dir.exists():
-        return _toy()
+        return _toy(device)
     check_device(device)
     check_weights(device, dtype, weights)
     prepared = open_prepared(prepared_dir)
@@ -42,16 +43,20 @@ def check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU or no driver"
         raise ConfigError(f"device: cuda is asked for, but {why}; set device to cpu, or install what is missing")
+    if device == "cuda" and find_spec("cupy") is None:
+        raise ConfigError("device: cuda needs CuPy; install the extra `cuda` (docs/gpu.md), or set device to cpu")
 
 
-def _toy() -> Model:
+def _toy(device: str) -> Model:
+    if device != "cpu":
+        raise ConfigError(f"device: the toy model is computed on a CPU only, not on {device}")
     from shared.engine.models.toy import Toy
 
     return Toy()
 
 
 def _load_toy(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtype: str) -> Model:
-    return _toy()
+    return _toy(device)
 
 
 def _load_dense(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtype: str) -> Model:

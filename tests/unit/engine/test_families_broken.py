@@ -81,6 +81,15 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         load_model(prepared.directory, "cuda")
 
 
+def test_what_a_gpu_lacks_or_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("shared.engine.models.registry.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="device: cuda needs CuPy; install the extra `cuda`"):
+        check_device("cuda")
+    with pytest.raises(ConfigError, match="the toy model is computed on a CPU only"):
+        load_model(Path("toy"), "cuda")
+
+
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", tiny_weights())
     (source / "model.safetensors").unlink()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shared.engine.api import EngineStats
-from shared.engine.batch import CopyPage, CopySlot, StepPlan, StepResult
+from shared.engine.batch import Arrival, CopyPage, CopySlot, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.models.toy import Toy
 from shared.engine.sampler import Sampled
@@ -113,7 +113,8 @@ def test_choices_share_full_pages_and_copy_the_rest_before_they_run() -> None:
     assert len({pages[:2] for pages in tables}) == 1
     assert len({page for pages in tables for page in pages[2:]}) == 3 * 2
     slots = [row.slot for row in plan.rows]
-    assert set(plan.copies) == {
+    assert plan.copies[0] == Arrival(tables[0][:3], (slots[0],))
+    assert set(plan.copies[1:]) == {
         CopySlot(slots[0], slots[1]),
         CopySlot(slots[0], slots[2]),
         CopyPage(tables[0][2], tables[1][2]),
@@ -126,7 +127,7 @@ def test_choices_share_full_pages_and_copy_the_rest_before_they_run() -> None:
 def test_a_prompt_of_whole_pages_needs_no_page_copied() -> None:
     books = Books()
     books.decoding(1, 8, n=2)
-    assert [type(copy) for copy in books.plan().copies] == [CopySlot]
+    assert [type(copy) for copy in books.plan().copies] == [Arrival, CopySlot]
 
 
 def test_sampling_positions_are_the_same_on_both_sides() -> None:
