@@ -21,13 +21,13 @@ def paged_attention(
     if q.dtype != torch.float32 or rows is None:
         return ReferenceOps().paged_attention(q, kv_layer, block_tables, query_start, context_lens, scale)
     q = q.contiguous()
-    out = torch.empty_like(q)
+    out = np.empty(q.shape, np.float32)
     starts = query_start.numpy()
-    arguments = (q.numpy(), rows, block_tables.numpy(), starts, context_lens.numpy(), np.float32(scale), out.numpy())
+    arguments = (q.numpy(), rows, block_tables.numpy(), starts, context_lens.numpy(), np.float32(scale), out)
     num_threads = torch.get_num_threads()
-    lengths = np.diff(starts)
-    if (lengths == 1).any():
+    only_decodes = len(starts) - 1 == len(q)
+    if only_decodes or (np.diff(starts) == 1).any():
         decode(*arguments, num_threads)
-    if (lengths > 1).any():
+    if not only_decodes:
         prefill(*arguments, num_threads)
-    return out
+    return torch.from_numpy(out)

@@ -1,8 +1,8 @@
 """Attention of one new token a sequence: what costs is reading the pages, so each is read once for all query heads that
 share it.
 
-The work is cut into equal spans of one sequence's context; a span's partial softmax is merged afterwards, so that a
-long context next to short ones keeps all threads busy. Spans begin at multiples of a constant: how a row is summed does
+The work is cut into spans of one sequence's context, of which each thread takes as many tokens; a span's partial softmax
+is merged afterwards, so that a long context next to short ones keeps all threads busy. Spans begin at multiples of a constant: how a row is summed does
 not depend on the rest of the batch. Scores are in powers of two.
 """
 
@@ -211,15 +211,25 @@ def decode(
     factor = scale * _LOG2_E
     num_parts = 1 if num_spans >= num_kv_heads * num_threads else num_kv_heads
     part_heads = num_kv_heads // num_parts
-    for task in prange(num_spans * num_parts):
-        span, part = task // num_parts, task % num_parts
+    all_tokens = np.int64(0)
+    for span in range(num_spans):
         s = sequence_of[span]
-        begin = (span - first_span[s]) * SPAN_TOKENS
-        end = min(begin + SPAN_TOKENS, context_lens[s])
-        heads = slice(part * part_heads * group, (part + 1) * part_heads * group)
-        query = (q[query_start[s], heads] * factor).reshape(-1)
-        found, statistics = acc[span, heads].reshape(-1), stats[span, heads].reshape(-1)
-        _span(query, group, kv_layer, kv, block_tables[s], part * part_heads, begin, end, found, statistics)
+        all_tokens += min(SPAN_TOKENS, context_lens[s] - (span - first_span[s]) * SPAN_TOKENS)
+    for thread in prange(num_threads):
+        before = np.int64(0)
+        for task in range(num_spans * num_parts):
+            span, part = task // num_parts, task % num_parts
+            s = sequence_of[span]
+            begin = (span - first_span[s]) * SPAN_TOKENS
+            end = min(begin + SPAN_TOKENS, context_lens[s])
+            middle = before + (end - begin) // 2
+            before += end - begin
+            if middle * num_threads // (all_tokens * num_parts) != thread:
+                continue
+            heads = slice(part * part_heads * group, (part + 1) * part_heads * group)
+            query = (q[query_start[s], heads] * factor).reshape(-1)
+            found, statistics = acc[span, heads].reshape(-1), stats[span, heads].reshape(-1)
+            _span(query, group, kv_layer, kv, block_tables[s], part * part_heads, begin, end, found, statistics)
     for s in prange(num_sequences):
         spans = slice(first_span[s], first_span[s + 1])
         if first_span[s + 1] > first_span[s]:

@@ -37,11 +37,11 @@ def linear(
 
 def _packed(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     num_rows, num_out = x.shape[0], weight.num_out
-    out = torch.empty(num_rows, -(-num_out // PANEL) * PANEL)
+    out = np.empty((num_rows, -(-num_out // PANEL) * PANEL), np.float32)
     shift = _NO_BIAS if bias is None else bias.contiguous().numpy()
     multiply = nibbles.multiply if weight.format == "int4" else panels.multiply
-    multiply(x.contiguous().numpy(), weight, shift, out.numpy(), torch.get_num_threads())
-    return out if num_out == out.shape[1] else out[:, :num_out].contiguous()
+    multiply(x.contiguous().numpy(), weight, shift, out, torch.get_num_threads())
+    return torch.from_numpy(out if num_out == out.shape[1] else np.ascontiguousarray(out[:, :num_out]))
 
 
 def fit_for_this_machine(weight: PackedWeight) -> PackedWeight | torch.Tensor:

@@ -13,10 +13,10 @@ SERIAL_ROWS = 32
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype != torch.float32 or weight.dtype != torch.float32:
         return ReferenceOps().rms_norm(x, weight, eps)
-    out = torch.empty(x.shape)
+    out = np.empty(x.shape, np.float32)
     run = _norm.serial if x.shape[0] <= SERIAL_ROWS else _norm
-    run(x.contiguous().numpy(), weight.numpy(), np.float32(eps), out.numpy())
-    return out
+    run(x.contiguous().numpy(), weight.numpy(), np.float32(eps), out)
+    return torch.from_numpy(out)
 
 
 def add_rms_norm(
@@ -24,11 +24,11 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dtype != torch.float32 or weight.dtype != torch.float32:
         return ReferenceOps().add_rms_norm(x, residual, weight, eps)
-    out, total = torch.empty(x.shape), torch.empty(x.shape)
+    out, total = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
     x, residual = x.contiguous(), residual.contiguous()
     run = _add_norm.serial if x.shape[0] <= SERIAL_ROWS else _add_norm
-    run(x.numpy(), residual.numpy(), weight.numpy(), np.float32(eps), out.numpy(), total.numpy())
-    return out, total
+    run(x.numpy(), residual.numpy(), weight.numpy(), np.float32(eps), out, total)
+    return torch.from_numpy(out), torch.from_numpy(total)
 
 
 @compiled

@@ -31,14 +31,14 @@ def rotary_and_store(
         return ReferenceOps().rotary_and_store(
             q, k, v, cos_sin, positions, kv_layer, block_tables, query_start
         )  # fmt: skip
-    out, turned = torch.empty(q.shape), torch.empty(k.shape)
+    out, turned = np.empty(q.shape, np.float32), np.empty(k.shape, np.float32)
     (flat_q, stride_q), (flat_k, stride_k), (flat_v, stride_v) = _flat(q), _flat(k), _flat(v)
     run = _rotate_and_store.serial if len(q) <= SERIAL_TOKENS else _rotate_and_store
     run(
         flat_q, stride_q, flat_k, stride_k, flat_v, stride_v, cos_sin.contiguous().numpy(), positions.numpy(),
-        rows, block_tables.numpy(), query_start.numpy(), turned.numpy(), out.numpy(),
+        rows, block_tables.numpy(), query_start.numpy(), turned, out,
     )  # fmt: skip
-    return out
+    return torch.from_numpy(out)
 
 
 def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:

@@ -95,6 +95,10 @@ def _multiply(typing_context: Any, x: Any, y: Any) -> Any:
     return floats8(floats8, floats8), _on_vectors(lambda builder, a: builder.fmul(a[0], a[1]))
 
 
+def _divide(typing_context: Any, x: Any, y: Any) -> Any:
+    return floats8(floats8, floats8), _on_vectors(lambda builder, a: builder.fdiv(a[0], a[1]))
+
+
 def _add_product(typing_context: Any, total: Any, x: Any, y: Any) -> Any:
     return floats8(floats8, floats8, floats8), _on_vectors(lambda builder, a: _fused(builder, a[1], a[2], a[0]))
 
@@ -188,6 +192,7 @@ splat_at: Any = _intrinsic(_splat_at)
 add: Any = _intrinsic(_add)
 subtract: Any = _intrinsic(_subtract)
 multiply: Any = _intrinsic(_multiply)
+divide: Any = _intrinsic(_divide)
 add_product: Any = _intrinsic(_add_product)
 """add_product(total, x, y): total + x * y, rounded once where the processor can."""
 larger: Any = _intrinsic(_larger)
