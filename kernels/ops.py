@@ -6,6 +6,11 @@ tokens, F hidden of the gated MLP. A layer of the KV component is contiguous [P,
 values at 1. A row is D floats of any type, or, where the layer is uint8, D fp8 codes and their float32 scale
 (`reference.encode_fp8`). positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
 token.
+
+CUDA graphs have fixed shapes, so their batches are padded. A padding row is a sequence of one token (query_start goes
+on ascending by one) with position -1 and context_len 0: `rotary_and_store` writes nothing into pages for it, and its
+rotated q is undefined; `paged_attention` gives zeros; the other ops treat every row alike. `reference` and `cuda` know
+padding; `cpu` does not, for nothing pads there.
 """
 
 from typing import Protocol
@@ -62,11 +67,12 @@ class Ops(Protocol):
 
 
 def get_ops(device: str) -> Ops:
-    """The implementation for `cpu` or `cuda`; imports only what it needs."""
+    """The implementation for `cpu` or `cuda`; imports only what it needs. ImportError, saying what to install, where
+    `cuda` lacks CuPy."""
     if device == "cpu":
         from kernels.cpu.ops import CpuOps
 
         return CpuOps()
-    from kernels.reference import ReferenceOps
+    from kernels.cuda.ops import CudaOps
 
-    return ReferenceOps()
+    return CudaOps()

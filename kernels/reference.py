@@ -48,10 +48,11 @@ class ReferenceOps:
         page_tokens, where = kv_layer.shape[3], kv_layer.device
         lengths = torch.diff(query_start.long()).to(where)
         sequence = torch.repeat_interleave(torch.arange(len(lengths), device=where), lengths)
-        at = positions.to(where)
+        real = (positions >= 0).nonzero().flatten()  # the others are padding
+        at, sequence = positions[real].to(where), sequence[real.to(where)]
         page, row = block_tables.to(where)[sequence, at // page_tokens].long(), at % page_tokens
-        kv_layer[page, 0, :, row] = as_kv_rows(_rotate(k, cos, sin), kv_layer)
-        kv_layer[page, 1, :, row] = as_kv_rows(v, kv_layer)
+        kv_layer[page, 0, :, row] = as_kv_rows(_rotate(k, cos, sin)[real], kv_layer)
+        kv_layer[page, 1, :, row] = as_kv_rows(v[real], kv_layer)
         return _rotate(q, cos, sin)
 
     def paged_attention(
@@ -67,6 +68,9 @@ class ReferenceOps:
         starts, contexts = query_start.tolist(), context_lens.tolist()
         for s, context_len in enumerate(contexts):
             rows = slice(starts[s], starts[s + 1])
+            if context_len == 0:
+                out[rows] = 0
+                continue
             key, value = gather_context(kv_layer, block_tables[s], context_len)
             out[rows] = _attend(q[rows], key.to(q), value.to(q), scale)
         return out
