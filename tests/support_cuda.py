@@ -47,7 +47,7 @@ INSTANCES = (
 _ERRORS = {
     1: "the arguments or threads are not the kernel's",
     2: "threads wait for each other: a barrier that not all reach",
-    3: "an index beyond an array, or a misaligned load",
+    3: "an index beyond an array, a misaligned load, or an address that is nobody's",
 }
 
 

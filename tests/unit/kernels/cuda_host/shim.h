@@ -2,7 +2,7 @@
 //
 // A thread of the block is a fiber with a stack of its own. It runs until it waits for its block or its warp; the order
 // in which fibers run is the caller's, so that a barrier that is missing shows in one of them. A barrier that not all
-// reach, an index beyond an array and a misaligned load end the launch with an error.
+// reach, an index beyond an array, a misaligned load and an address that is nobody's end the launch with an error.
 #pragma once
 
 #include <algorithm>
@@ -159,9 +159,10 @@ int run(void (*kernel)(A...), Index grid, int num_threads, const char* kinds, vo
     fibers.resize(MAX_THREADS), stacks.resize(MAX_THREADS * STACK_BYTES);
     gridDim = grid, blockDim = {(unsigned)num_threads, 1, 1};
     body = [=] { kernel(*static_cast<std::decay_t<A>*>(arguments[I])...); };
-    struct sigaction trap = {}, before;
+    struct sigaction trap = {}, before_ill, before_segv;
     trap.sa_handler = on_trap;
-    sigaction(SIGILL, &trap, &before);
+    sigaction(SIGILL, &trap, &before_ill);
+    sigaction(SIGSEGV, &trap, &before_segv);
     int error = NONE;
     if (sigsetjmp(launch, 1)) {
         error = TRAPPED;
@@ -173,7 +174,8 @@ int run(void (*kernel)(A...), Index grid, int num_threads, const char* kinds, vo
             if (!run_block(num_threads, backwards)) error = WAITS_FOR_EVER;
         }
     }
-    sigaction(SIGILL, &before, nullptr);
+    sigaction(SIGILL, &before_ill, nullptr);
+    sigaction(SIGSEGV, &before_segv, nullptr);
     return error;
 }
 
