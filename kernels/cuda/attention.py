@@ -37,7 +37,8 @@ def paged_attention(
     out = torch.empty_like(q)
     where = (near(block_tables, q), block_tables.shape[1], near(query_start, q), near(context_lens, q), scale, out)
     num_tokens, num_sequences = len(q), len(context_lens)
-    _decode(launcher, q, kv_layer, num_sequences, *where)
+    if num_tokens == num_sequences or num_sequences > 1:
+        _decode(launcher, q, kv_layer, num_sequences, *where)
     if num_tokens > num_sequences:
         num_heads, num_kv_heads = q.shape[1], kv_layer.shape[2]
         launcher.launch(
@@ -67,13 +68,13 @@ def _decode(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     num_kv_heads, page_tokens = kv_layer.shape[2:4]
     group = num_heads // num_kv_heads
     splits = num_splits(num_sequences, num_kv_heads, table_width * page_tokens, launcher.num_processors)
     partials = None
     if splits > 1:  # of each split the sum of values, the maximum and the sum of weights
-        size = (num_tokens, num_heads, splits, head_dim + 2)
+        size = (num_sequences, num_heads, splits, head_dim + 2)
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
     launcher.launch(
         instance("attention_decode", "decode_attention", q.dtype, kv_layer.dtype, head_dim, group),

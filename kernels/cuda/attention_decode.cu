@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(THREADS) decode_attention(
         __syncthreads();
         if (slice < SLICES) store4(&shared.gathered[slice * D + column], sums[g]);
         __syncthreads();
-        float* partial = partials + ((first_head + g) * num_splits + split) * (D + 2);
+        const long long row = ((long long)sequence * num_kv_heads + kv_head) * GROUP + g;
+        float* partial = partials + (row * num_splits + split) * (D + 2);
         for (int d = threadIdx.x; d < D; d += THREADS) {
             float value = 0.0f;
             for (int s = 0; s < SLICES; ++s) value += shared.gathered[s * D + d];
@@ -155,8 +156,7 @@ __global__ void combine_splits(
 ) {
     const int num_heads = gridDim.x, sequence = blockIdx.y, token = query_start[sequence];
     if (query_start[sequence + 1] - token != 1) return;
-    const long long head = (long long)token * num_heads + blockIdx.x;
-    const float* of_head = partials + head * num_splits * (head_dim + 2);
+    const float* of_head = partials + ((long long)sequence * num_heads + blockIdx.x) * num_splits * (head_dim + 2);
     float highest = LOWEST;
     for (int s = 0; s < num_splits; ++s) highest = fmaxf(highest, of_head[s * (head_dim + 2) + head_dim]);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
@@ -168,6 +168,6 @@ __global__ void combine_splits(
             value += weight * partial[d];
             total += weight * partial[head_dim + 1];
         }
-        out[head * head_dim + d] = narrowed<X>(total == 0.0f ? 0.0f : value / total);
+        out[((long long)token * num_heads + blockIdx.x) * head_dim + d] = narrowed<X>(total == 0.0f ? 0.0f : value / total);
     }
 }
