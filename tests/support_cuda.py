@@ -46,7 +46,7 @@ INSTANCES = (
 
 _ERRORS = {
     1: "the arguments or threads are not the kernel's",
-    2: "threads wait for each other: a barrier that not all reach",
+    2: "lanes wait for others of their warp, which never come",
     3: "an index beyond an array, a misaligned load, or an address that is nobody's",
 }
 
@@ -54,7 +54,7 @@ _ERRORS = {
 class EmulatedLauncher:
     """Kernels of INSTANCES only, compiled when the first of their source is launched; they take CPU tensors.
 
-    `backwards` turns the order in which threads and blocks run: what they compute must not depend on it.
+    `backwards` turns the order in which warps and blocks run: what they compute must not depend on it.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,8 +1,9 @@
 // CUDA's language on a CPU, as far as the kernels use it: the very sources compile as C++ and run block after block.
 //
-// A thread of the block is a fiber with a stack of its own. It runs until it waits for its block or its warp; the order
-// in which fibers run is the caller's, so that a barrier that is missing shows in one of them. A barrier that not all
-// reach, an index beyond an array, a misaligned load and an address that is nobody's end the launch with an error.
+// A thread of the block is a fiber with a stack of its own. A warp runs until it waits for its block, so the others are
+// as far behind or ahead as they can be; the order of warps is the caller's, and a barrier that is missing shows in one
+// or the other. A shuffle that not all lanes reach, an index beyond an array, a misaligned load and an address that is
+// nobody's end the launch with an error.
 #pragma once
 
 #include <algorithm>
@@ -117,6 +118,24 @@ static void wait_as(State state) {
     if (!_setjmp(fibers[me].at)) _longjmp(scheduler, 1);
 }
 
+// Runs a warp until each of its fibers waits for the block or is done; false where some wait for a warp that never comes.
+static bool run_warp(int first, int end, bool backwards) {
+    for (bool ran = true; ran;) {
+        ran = false;
+        for (int k = first; k < end; ++k) {
+            const int i = backwards ? first + end - 1 - k : k;
+            if (fibers[i].state != State::READY) continue;
+            ran = true;
+            resume(i);
+        }
+        release_if_all(State::AT_WARP, first, end, WARP_SIZE);
+    }
+    for (int i = first; i < end; ++i) {
+        if (fibers[i].state == State::AT_WARP) return false;
+    }
+    return true;
+}
+
 static bool run_block(int num_threads, bool backwards) {
     num_live = num_threads;
     for (int i = 0; i < num_threads; ++i) {
@@ -129,17 +148,11 @@ static bool run_block(int num_threads, bool backwards) {
         makecontext(&fiber.start, begin, 0);
     }
     while (num_live) {
-        bool ran = false;
-        for (int k = 0; k < num_threads; ++k) {
-            const int i = backwards ? num_threads - 1 - k : k;
-            if (fibers[i].state != State::READY) continue;
-            ran = true;
-            resume(i);
-            const int warp = i / WARP_SIZE * WARP_SIZE;
-            release_if_all(State::AT_WARP, warp, min(warp + WARP_SIZE, num_threads), WARP_SIZE);
+        for (int k = 0; k < num_threads; k += WARP_SIZE) {
+            const int first = backwards ? num_threads - WARP_SIZE - k : k;
+            if (!run_warp(first, first + WARP_SIZE, backwards)) return false;
         }
         release_if_all(State::AT_BLOCK, 0, num_threads, num_live);
-        if (!ran) return false;
     }
     return true;
 }
