@@ -17,6 +17,7 @@ def fits(q: torch.Tensor, kv_layer: torch.Tensor) -> bool:
         kv_layer.device == q.device
         and kv_layer.dtype in _KINDS
         and kv_layer.is_contiguous()
+        and kv_layer.data_ptr() % (4 * kv_layer.element_size()) == 0
         and head_dim % 8 == 0
         and head_dim <= MAX_HEAD_DIM
         and num_heads <= MAX_GROUP * num_kv_heads

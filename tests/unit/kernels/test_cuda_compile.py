@@ -38,9 +38,7 @@ def test_nvcc_makes_machine_code_of_every_source(tmp_path: Path) -> None:
     """For sm_80 and sm_90; all sources as one, which starts the compiler once, each in a namespace of its own."""
     parts = []
     for source in SOURCES:
-        uses = [
-            f"auto use_{i} = &{kernel.expression};" for i, kernel in enumerate(a_few()) if kernel.source == source
-        ]
+        uses = [f"auto use_{i} = &{kernel.expression};" for i, kernel in enumerate(a_few()) if kernel.source == source]
         parts += [f"namespace of_{source} {{", source_text(source), *uses, "}"]
     (tmp_path / "all.cu").write_text("\n".join(parts), encoding="utf-8")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]

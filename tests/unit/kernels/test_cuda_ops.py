@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.cuda import linear
+from kernels.cuda import ops as cuda_ops
 from kernels.cuda.ops import KERNELS, KV_TYPES, CudaOps, warm_up
 from kernels.ops import Ops, get_ops
 from kernels.packing import pack, unpack
@@ -175,6 +176,7 @@ def test_traffic_counts_what_a_call_must_move() -> None:
 def test_without_cupy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "kernels.cuda.cupy_launcher", raising=False)
+    cuda_ops._cupy_launcher.cache_clear()
     with pytest.raises(ImportError, match=r"install baton-serving\[cuda\]"):
         get_ops("cuda")
 
