@@ -206,9 +206,12 @@ def test_rotary_and_store(
 
 
 def test_rows_of_fp8_are_those_of_the_reference(launcher: EmulatedLauncher) -> None:
-    """Of every magnitude, zeros and what is no number among them."""
+    """Of every magnitude, zeros and what is no number among them, and one in which all lie between two codes."""
     rows = torch.randn(300, 64) * torch.logspace(-36, 36, 300).unsqueeze(1)
     rows[7], rows[8, 3], rows[9, 5] = 0.0, POISON, float("inf")
+    between = torch.tensor([17.0, 19, 21, 23, 25, 27, 29, 31])
+    rows[10] = torch.cat((between, -between / 256, 2.0**-14 * between, -(2.0**-10) * torch.arange(1.0, 81, 2)))
+    rows[10, 0] = 448.0  # which makes the scale 1
     kv_layer = torch.zeros(300, 2, 1, 1, 68, dtype=torch.uint8)
     tables, starts = torch.arange(300, dtype=torch.int32).unsqueeze(1), torch.arange(301, dtype=torch.int32)
     x, cos_sin = rows.unsqueeze(1), torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=1)
@@ -221,6 +224,7 @@ def test_rows_of_fp8_are_those_of_the_reference(launcher: EmulatedLauncher) -> N
     differing = (found[is_number] != expected[is_number]).sum(dim=1)
     assert (differing <= 1).all(), "a value on a border, at most"
     assert (differing > 0).float().mean() < 0.05
+    assert torch.equal(found[10], expected[10])
     assert torch.isnan(decode_fp8(found[~is_number])).all()
 
 
