@@ -53,6 +53,7 @@ def test_norms_and_activation(
     normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     check(normed, REFERENCE.rms_norm((x + residual).float(), weight.float(), 1e-5))
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5)), "what is normed is the rounded sum"
 
 
 def test_rows_that_lie_apart_or_askew_are_taken(launcher: EmulatedLauncher) -> None:
