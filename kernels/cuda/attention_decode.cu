@@ -157,6 +157,7 @@ __global__ void combine_splits(
     const int num_heads = gridDim.x, sequence = blockIdx.y, token = query_start[sequence];
     if (query_start[sequence + 1] - token != 1) return;
     const float* of_head = partials + ((long long)sequence * num_heads + blockIdx.x) * num_splits * (head_dim + 2);
+    X* target = out + ((long long)token * num_heads + blockIdx.x) * head_dim;
     float highest = LOWEST;
     for (int s = 0; s < num_splits; ++s) highest = fmaxf(highest, of_head[s * (head_dim + 2) + head_dim]);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
@@ -168,6 +169,6 @@ __global__ void combine_splits(
             value += weight * partial[d];
             total += weight * partial[head_dim + 1];
         }
-        out[((long long)token * num_heads + blockIdx.x) * head_dim + d] = narrowed<X>(total == 0.0f ? 0.0f : value / total);
+        target[d] = narrowed<X>(total == 0.0f ? 0.0f : value / total);
     }
 }
