@@ -67,11 +67,12 @@ class Ops(Protocol):
 
 
 def get_ops(device: str) -> Ops:
-    """The implementation for `cpu` or `cuda`; imports only what it needs."""
+    """The implementation for `cpu` or `cuda`; imports only what it needs. ImportError, saying what to install, where
+    `cuda` lacks CuPy."""
     if device == "cpu":
         from kernels.cpu.ops import CpuOps
 
         return CpuOps()
-    from kernels.reference import ReferenceOps
+    from kernels.cuda.ops import CudaOps
 
-    return ReferenceOps()
+    return CudaOps()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.ops import KV_TYPES
+from kernels.cuda.ops import KV_TYPES
 from kernels.ops import Ops
 from kernels.reference import as_kv_rows, encode_fp8
 
