@@ -5,6 +5,7 @@ All engines stay loaded and are asked in turns, so that whatever else the machin
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -40,8 +41,9 @@ _OUTSIDE_AIM, _P99_AIM = 0.10, 1.2
 _MESSAGES_BATCH, _MESSAGES_STEPS = 8, 150
 _LENGTHS = (128, 512, 2048, 8192)
 _COST_BATCHES = (1, 8, 32, 64)
-_COST_TOKENS = 80_000
-"""The largest pool of the cost plot: what does not fit is left out."""
+_COST_TOKEN_BYTES = 23_040
+_COST_MEMORY = 0.6
+"""Of the memory that is free: what does not fit is left out of the cost plot."""
 
 Runs = dict[tuple[str, str, int], list[float]]
 """(engine, kind, batch or length) -> tokens/s of each round."""
@@ -77,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = _compared(entrants, args, console)
     with baton(directory, args.threads, args.formats[0], home) as alone:
         rows += _overhead_rows(alone, args.rounds, console)
+        rows.append(_messages_row("step-p99-under-2000-messages-no-core-left", alone, args.rounds, console))
         rows += _cost_rows(alone, console) if args.cost else []
+    with baton(directory, max(args.threads - 1, 1), args.formats[0], home) as roomy:
+        row = _messages_row("step-p99-under-2000-messages", roomy, args.rounds, console, goal=1.0)
+        rows.append(row)
     print_rows(console, f"bench-engine: {args.threads} threads, context {CONTEXT}", rows, machine)
     for text in entrants.missing:
         console.print(f"not measured: {text}", style="yellow", soft_wrap=True)
@@ -184,23 +190,30 @@ def _overhead_rows(ours: Rival, rounds: int, console: Console) -> list[Row]:
         shares = [ours.ask("outside", **asked) for _ in range(rounds)]
         goal = 1.0 if batch == 32 else None
         rows.append(figure(f"outside-kernels-b{batch}", "share", shares, against=_OUTSIDE_AIM, goal=goal))
+    return rows
+
+
+def _messages_row(name: str, ours: Rival, rounds: int, console: Console, goal: float | None = None) -> Row:
+    """`baton up` leaves the event loop a core: one thread less than cores, or less."""
     console.print("steps while messages arrive …")
     ratios = []
     asked = {"batch": _MESSAGES_BATCH, "context": CONTEXT, "steps": _MESSAGES_STEPS}
     for _ in range(rounds):
         idle = ours.ask("p99_ms", messages=False, **asked)
         ratios.append(ours.ask("p99_ms", messages=True, **asked) / idle)
-    return [*rows, figure("step-p99-under-2000-messages", "× idle", ratios, against=_P99_AIM, goal=1.0)]
+    return figure(name, "× idle", ratios, against=_P99_AIM, goal=goal)
 
 
 def _cost_rows(ours: Rival, console: Console) -> list[Row]:
     costs: dict[tuple[int, int], float] = {}
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    num_tokens = int(_COST_MEMORY * free_bytes / _COST_TOKEN_BYTES)
     for batch in _COST_BATCHES:
         for length in _LENGTHS:
-            if batch * length <= _COST_TOKENS:
+            if batch * length <= num_tokens:
                 console.print(f"a step of {batch} at context {length} …")
                 context = min(length, _LENGTHS[-1] - 16)
-                costs[batch, length] = ours.ask("step_ms", batch=batch, context=context, steps=12)
+                costs[batch, length] = ours.ask("step_ms", batch=batch, context=context, steps=8)
     plot = _plot(costs)
     console.print(f"plotted to {plot}" if plot else "no plot: matplotlib is not installed", soft_wrap=True)
     return [figure(f"step-b{batch}-context-{length}", "ms", [cost]) for (batch, length), cost in costs.items()]

@@ -26,11 +26,13 @@ from shared.engine.sampler import sample
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.protocol.messages import FirstToken, SamplingSpec
 from shared.runtime.process import WORKER_SWITCH_INTERVAL_S
+from shared.state.layout import PoolLayout
 from shared.transfer.link import TicketKey
 
 _PAGE_TOKENS = 16
 _OPS = ("linear", "rms_norm", "add_rms_norm", "rotary_and_store", "paged_attention", "silu_mul")
 _MESSAGES_PER_S = 2000
+_SOME_PAGES = 256
 
 
 class _Timed:
@@ -135,12 +137,7 @@ class _RunningEngine:
     ) -> None:
         num_pages = batch * (-(-max_len // _PAGE_TOKENS) + 5)
         settings = EngineSettings(page_tokens=_PAGE_TOKENS, num_pages=num_pages, max_running=batch)
-        self._pool = StatePool(plan_layout(model, settings))
-        random = np.random.default_rng(0)
-        for tensor in self._pool.tensors:
-            if tensor.is_floating_point():
-                for layer in tensor:
-                    layer.copy_(layer.new_tensor(random.standard_normal(layer.shape[1:], dtype=np.float32)))
+        self._pool: StatePool = executor.submit(lambda: _filled_pool(plan_layout(model, settings))).result()
         self._engine = BatchEngine(model, self._pool, settings, _Shared(executor), listen, sample_rows=sample)
         self._tasks = asyncio.TaskGroup()
 
@@ -153,6 +150,19 @@ class _RunningEngine:
         await self._engine.close()
         await self._tasks.__aexit__(*failure)
         self._pool.close()
+
+
+def _filled_pool(layout: PoolLayout) -> StatePool:
+    """In the compute thread: threads that torch starts elsewhere would compete with its own."""
+    pool = StatePool(layout)
+    random = np.random.default_rng(0)
+    for tensor in pool.tensors:
+        if tensor.is_floating_point():
+            some = tensor.new_tensor(random.standard_normal((_SOME_PAGES, *tensor.shape[2:]), dtype=np.float32))
+            for layer in tensor:
+                for part in layer.split(_SOME_PAGES):
+                    part.copy_(some[: len(part)])
+    return pool
 
 
 class _Shared:

@@ -1,9 +1,9 @@
 """Attention of one new token a sequence: what costs is reading the pages, so each is read once for all query heads that
 share it.
 
-The work is cut into spans of one sequence's context, of which each thread takes as many tokens; a span's partial softmax
-is merged afterwards, so that a long context next to short ones keeps all threads busy. Spans begin at multiples of a constant: how a row is summed does
-not depend on the rest of the batch. Scores are in powers of two.
+The work is cut into spans of one sequence's context, of which each thread takes its share by tokens; a span's partial
+softmax is merged afterwards, so that a long context next to short ones keeps all threads busy. Spans begin at multiples
+of a constant: how a row is summed does not depend on the rest of the batch. Scores are in powers of two.
 """
 
 import numpy as np
