@@ -136,7 +136,9 @@ def load(prepared: PreparedModel, device: str, dtype: str, weights: str, kv_dtyp
         tensor = torch.from_numpy(file.read(name))
         tensors[name] = tensor.to(device, torch.float32 if name == "rope_inv_freq" else kind)
     ops = ReferenceOps() if device == "cpu" and kind is not torch.float32 else get_ops(device)
-    return DenseDecoder(prepared, tensors, ops, dtype, kv_dtype)
+    # Named apart from weights that are narrow only in memory, as on a CPU: here everything is computed in that type.
+    name = FLOAT32 if kind is torch.float32 else f"all-{dtype}"
+    return DenseDecoder(prepared, tensors, ops, name, kv_dtype)
 
 
 def _packed(prepared: PreparedModel, weights: str) -> Weights:
