@@ -138,7 +138,7 @@ def test_what_d_has_no_room_for_is_not_prefilled(cluster: RealCluster) -> None:
         # In one poll: reports of different processes do not come in at the same time.
         poll(
             lambda: (
-                tickets(cluster, "decode-0", "started") == 2
+                tickets(cluster, "decode-0") == 2
                 and report_of(cluster, "gateway")["queues"]["waiting"] == 8
                 and cluster.counter("prefill", "tickets_granted") - granted == 2
             ),
