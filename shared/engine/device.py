@@ -27,7 +27,7 @@ def on_device(
     last: before each recording all memory that is not in use goes back, and the prompt's must be there beside them."""
     layout = plan_layout(model, settings)
     longest = min(model.max_model_len, settings.max_model_len or model.max_model_len)
-    largest = settings.step_tokens if settings.mode == "chunked" else settings.max_step_tokens
+    largest = {"chunked": settings.step_tokens, "colocated": longest}.get(settings.mode, settings.max_step_tokens)
     width = table_width(-(-longest // layout.page_tokens))
     try:
         pool = StagedPool(layout, device)
@@ -38,7 +38,7 @@ def on_device(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"kv_bytes: a pool of {layout.total_bytes / (1 << 30):.1f} GiB and what steps need do not fit into the GPU "
-            "beside the model; lower kv_bytes, max_step_tokens or max_running"
+            "beside the model; lower kv_bytes, max_step_tokens, max_running or (colocated) max_model_len"
         ) from error
 
 

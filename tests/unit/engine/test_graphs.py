@@ -237,6 +237,7 @@ class Paged(Named):
         ({"max_step_tokens": 512, "max_model_len": 50}, 50),
         ({"max_step_tokens": 512, "num_pages": 5}, 20),
         ({"mode": "chunked", "step_tokens": 24, "max_step_tokens": 512}, 24),
+        ({"mode": "colocated", "max_step_tokens": 40, "max_model_len": 60}, 60),
     ],
 )
 def test_the_largest_step_is_rehearsed_beside_what_was_recorded(sizes: dict[str, Any], num_tokens: int) -> None:
