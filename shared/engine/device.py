@@ -22,24 +22,23 @@ def place(model: Model, settings: EngineSettings, device: str, *, graphs: bool) 
 def on_device(
     model: Model, settings: EngineSettings, device: torch.device, record: Record | None
 ) -> tuple[Model, StatePool]:
-    """Computes a prompt as large as the largest step, and with a recorder decode steps of every size. So kernels
-    are compiled, and memory that is too small for the pool beside the model shows now, as a ConfigError."""
+    """With a recorder computes decode steps of every size, then a prompt as large as the largest step. So kernels are
+    compiled, and memory that is too small for the pool beside the model shows now, as a ConfigError. The prompt is the
+    last: before each recording all memory that is not in use goes back, and the prompt's must be there beside them."""
     layout = plan_layout(model, settings)
     longest = min(model.max_model_len, settings.max_model_len or model.max_model_len)
-    largest = settings.step_tokens if settings.mode == "chunked" else settings.max_step_tokens
+    largest = {"chunked": settings.step_tokens, "colocated": longest}.get(settings.mode, settings.max_step_tokens)
     width = table_width(-(-longest // layout.page_tokens))
     try:
         pool = StagedPool(layout, device)
-        eager = DeviceModel(model, device, pool.tensors, (), width, None)
+        placed = DeviceModel(model, device, pool.tensors, graph_sizes(settings.max_running), width, record)
         prompt = one_prompt(min(largest, longest, layout.num_pages * layout.page_tokens), layout.page_tokens)
-        eager.forward(prompt, pool.tensors).cpu()
-        if record is None:
-            return eager, pool
-        return DeviceModel(model, device, pool.tensors, graph_sizes(settings.max_running), width, record), pool
+        placed.forward(prompt, pool.tensors).cpu()
+        return placed, pool
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"kv_bytes: a pool of {layout.total_bytes / (1 << 30):.1f} GiB and what steps need do not fit into the GPU "
-            "beside the model; lower kv_bytes, max_step_tokens or max_running"
+            "beside the model; lower kv_bytes, max_step_tokens, max_running or (colocated) max_model_len"
         ) from error
 
 

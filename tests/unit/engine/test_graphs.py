@@ -237,15 +237,17 @@ class Paged(Named):
         ({"max_step_tokens": 512, "max_model_len": 50}, 50),
         ({"max_step_tokens": 512, "num_pages": 5}, 20),
         ({"mode": "chunked", "step_tokens": 24, "max_step_tokens": 512}, 24),
+        ({"mode": "colocated", "max_step_tokens": 40, "max_model_len": 60}, 60),
     ],
 )
-def test_the_largest_step_is_rehearsed_before_sizes_are_recorded(sizes: dict[str, Any], num_tokens: int) -> None:
+def test_the_largest_step_is_rehearsed_beside_what_was_recorded(sizes: dict[str, Any], num_tokens: int) -> None:
+    """Recording gives memory back that a rehearsal before it has shown to be there."""
     settings = EngineSettings(**({"page_tokens": PAGE_TOKENS, "num_pages": 100, "max_running": 6} | sizes))
     inner, recorded = Paged(), list[int]()
     placed, pool = on_device(inner, settings, CPU, recorder(recorded, []))
     assert isinstance(pool, StagedPool)
     assert recorded == [6, 4, 2, 1]
-    prompt = inner.seen[0]
+    *_, prompt = inner.seen
     assert prompt.positions.tolist() == list(range(num_tokens))
     assert prompt.block_tables.tolist() == [list(range(-(-num_tokens // PAGE_TOKENS)))]
     assert prompt.logit_rows.tolist() == [num_tokens - 1]
