@@ -31,8 +31,8 @@ class NotThere(Exception):
 
 
 class Rival:
-    """`with Rival("name", argv) as rival:` runs and is loaded inside. env: beside ours, less what is
-    said there of how threads wait."""
+    """`with Rival("name", argv) as rival:` runs and is loaded inside, and is stopped whenever it is not asked: threads
+    that wait awake would slow down whoever is. env: beside ours, less what is said there of how threads wait."""
 
     def __init__(self, name: str, argv: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -61,6 +61,7 @@ class Rival:
         except BaseException:
             self.end()
             raise
+        self._signal(signal.SIGSTOP)
         return self
 
     def __exit__(
@@ -71,11 +72,20 @@ class Rival:
     def ask(self, kind: str, **arguments: Any) -> float:
         assert self._process is not None
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             print(json.dumps({"kind": kind} | arguments), file=self._process.stdin, flush=True)
+            return float(self._answer(_ANSWER_S)["value"])
         except BrokenPipeError:
             raise NotThere(f"{self.name} ended: {self._last_words()}") from None
-        return float(self._answer(_ANSWER_S)["value"])
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        """To all of its processes."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         try:
@@ -102,8 +112,7 @@ class Rival:
     def end(self) -> None:
         """With every process that it has started, which would go on computing beside the others. Idempotent."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout):
                 with suppress(BrokenPipeError):

@@ -25,27 +25,27 @@ def rival(tmp_path: Path, script: str = SCRIPT) -> Rival:
     return Rival("other", [sys.executable, "-c", script], tmp_path / "other.log")
 
 
-def is_running(pid: int) -> bool:
-    """A zombie that nobody has reaped yet is not."""
+def state_of(pid: int) -> str:
+    """A letter as in /proc: T where it is stopped; Z too where it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return False
+        return "Z"
 
 
-def ends(pid: int) -> bool:
+def becomes(pid: int, state: str) -> bool:
     deadline = time.monotonic() + 20
-    while is_running(pid) and time.monotonic() < deadline:
+    while state_of(pid) != state and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not is_running(pid)
+    return state_of(pid) == state
 
 
 def test_it_answers_and_ends_with_all_that_it_started(tmp_path: Path) -> None:
     with rival(tmp_path) as other:
         child = int(other.ask("pid", more=0))
         assert int(other.ask("pid", more=1)) == child + 1
-        assert is_running(child)
-    assert ends(child)
+        assert becomes(child, "T"), "who is not asked stands still, with all that it started"
+    assert becomes(child, "Z")
 
 
 def test_one_that_is_dropped_is_ended_at_once(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_one_that_is_dropped_is_ended_at_once(tmp_path: Path) -> None:
         with pytest.raises(NotThere, match=r"other ended: out of words \(see .*other\.log\)") as reason:
             other.ask("end")
         entrants.drop(other, reason.value)
-        assert ends(child)
+        assert becomes(child, "Z")
         assert entrants.peers == []
         assert entrants.missing == [f"other: {reason.value}"]
 
