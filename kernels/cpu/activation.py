@@ -12,6 +12,8 @@ from kernels.reference import ReferenceOps
 SERIAL_ROWS = 8
 
 _LOG2_E = np.float32(1.4426950408889634)
+_LOWEST = np.float32(-86)
+"""Below it `exp2` knows no smaller power, and the sigmoid is taken for 0."""
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -36,4 +38,5 @@ def _silu_mul(gate_up: np.ndarray, out: np.ndarray) -> None:
             # Of e^-|x|, which never overflows: 1 / (1 + it) where x is positive, else it / (1 + it).
             small = exp2(multiply(splat(-_LOG2_E), larger(subtract(zeros(), x), x)))
             share = divide(where_at_most(x, zeros(), small, one), add(one, small))
+            share = where_at_most(x, splat(_LOWEST), zeros(), share)
             store(target, at + i, multiply(multiply(x, share), load(flat, up + i)))

@@ -56,3 +56,13 @@ def test_norms_and_activation(rows: int, width: int, seed: int) -> None:
     expected_normed, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
     torch.testing.assert_close(normed, expected_normed, rtol=1e-5, atol=1e-6)
     assert torch.equal(total, expected_total)
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+def test_activation_of_values_beyond_all_measure(rows: int) -> None:
+    extremes = [1e37, -1e37, 1e30, -1e30, 200.0, -200.0, -86.0, -86.1, -60.0, 1e-40, -1e-40, 0.0, -0.0]
+    bad = [POISON, float("inf"), float("-inf")]
+    gate = torch.tensor(extremes + bad).repeat(rows, 1)
+    gate_up = torch.cat((gate, torch.full(gate.shape, 2.0)), dim=1)
+    actual, expected = CPU.silu_mul(gate_up), REFERENCE.silu_mul(gate_up)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
