@@ -12,7 +12,6 @@ SEEDS  ?= 2000
 # Idle compute threads sleep: a laptop runs several workers on the same cores.
 export OMP_WAIT_POLICY := PASSIVE
 export KMP_BLOCKTIME := 0
-export GOMP_SPINCOUNT ?= 0
 export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 

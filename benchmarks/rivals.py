@@ -123,9 +123,9 @@ class Rival:
 def baton(directory: Path, threads: int, formats: Mapping[str, str], logs: Path) -> Rival:
     name = "-".join(["baton", *(f"{key}-{value}" for key, value in formats.items())])
     chosen = [f"{key}={value}" for key, value in formats.items()]
-    passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "1000"}  # as `baton up` has it
     argv = [sys.executable, "-m", "benchmarks.peers.baton_engine", str(directory), str(threads), *chosen]
-    return Rival(name, argv, logs / f"{name}.log", {"PYTHONPATH": str(REPO)} | passive)
+    return Rival(name, argv, logs / f"{name}.log", {"PYTHONPATH": str(REPO)} | waiting)
 
 
 def hugging_face(home: Path, threads: int) -> list[Rival]:

@@ -1,5 +1,6 @@
 """Which processes a local cluster consists of, and with which settings: decided, and checked, before any is started."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,9 @@ from shared.runtime.mode import Mode
 from shared.runtime.settings import PREFIX, ROLES, ConfigError, GatewaySettings, WorkerSettings, load_settings
 
 WORKER_ROLES = ("prefill", "decode")
+_SPINS = {"GOMP_SPINCOUNT": "1000"}
+"""How long a compute thread waits awake between two kernels, some 20 us. Where cores are shared it must sleep at once:
+it would wait on the core that the one it waits for needs."""
 
 Command = Callable[[str], tuple[str, ...]]
 """role -> the command that runs one process of it."""
@@ -128,13 +132,15 @@ def plan_processes(
     """
     _check_together(options, chosen, given)
     shares = dict(zip(_worker_names(options), share_cores(host_cores(), len(_worker_names(options))), strict=True))
+    threads: dict[str, int] = {}
     specs = []
     for name, role in process_names(options):
         values = _fitting(role, given) | dict(chosen[name]) | {"name": name}
         try:
             settings = load_settings(ROLES[role], values)
-            if isinstance(settings, WorkerSettings) and settings.threads is None:
-                values["threads"] = str(shares[name])
+            if isinstance(settings, WorkerSettings):
+                threads[name] = settings.threads or shares[name]
+                values["threads"] = str(threads[name])
             env = _variables(role, values)
             if role in WORKER_ROLES:
                 sidecar = _fitting("sidecar", given) | dict(chosen["sidecar"])
@@ -143,7 +149,9 @@ def plan_processes(
         except ConfigError as error:
             raise LaunchError(str(error)) from error
         specs.append(ProcessSpec(name, role, command(role), env, settings.shutdown_timeout_s + 5.0))
-    return specs
+    if sum(threads.values()) > host_cores() or _SPINS.keys() & os.environ.keys():
+        return specs
+    return [replace(spec, env={**spec.env, **_SPINS}) if threads.get(spec.name, 1) > 1 else spec for spec in specs]
 
 
 def _check_together(options: UpOptions, chosen: Mapping[str, Mapping[str, str]], given: Mapping[str, str]) -> None:

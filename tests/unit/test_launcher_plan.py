@@ -49,3 +49,20 @@ def test_settings_reach_the_processes_they_name() -> None:
 )
 def test_cores_are_shared_out(cores: int, workers: int, shares: list[int]) -> None:
     assert share_cores(cores, workers) == shares
+
+
+def _spinning(monkeypatch: pytest.MonkeyPatch, *sets: str, num_decode: int = 1) -> set[str]:
+    monkeypatch.setattr("services.launcher.plan.host_cores", lambda: 4)
+    options = UpOptions(num_decode=num_decode, sets=sets)
+    specs = plan_processes(options, chosen_settings(options), {})
+    return {spec.name for spec in specs if "GOMP_SPINCOUNT" in spec.env}
+
+
+def test_threads_wait_awake_only_where_no_core_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert _spinning(monkeypatch) == {"prefill-0", "decode-0"}
+    assert _spinning(monkeypatch, "prefill.threads=3") == set()
+    assert _spinning(monkeypatch, "decode.threads=3", "prefill.threads=1") == {"decode-0"}
+    assert _spinning(monkeypatch, num_decode=4) == set()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    assert _spinning(monkeypatch) == set()
