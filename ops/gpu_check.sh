@@ -22,9 +22,10 @@ if ! command -v "$python" >/dev/null; then
     exit 2
 fi
 
-# Seconds of the budget that are left.
+# What is left of the time, in seconds; never 0, which `timeout` takes for no limit.
 left() {
-    echo $((budget - $(date +%s) + started))
+    seconds=$((budget - $(date +%s) + started))
+    echo $((seconds > 1 ? seconds : 1))
 }
 
 # Prints the names of packages that cannot be imported; torch and CuPy only count where they are built for CUDA.

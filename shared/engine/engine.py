@@ -12,7 +12,7 @@ from shared.engine.api import ChunkDone, EngineStats, StepListener, StepOutput
 from shared.engine.batch import StepPlan
 from shared.engine.capacity import Capacity
 from shared.engine.effects import StepEffects
-from shared.engine.executor import Executor
+from shared.engine.executor import Executor, device_is_lost
 from shared.engine.models.base import Model
 from shared.engine.pool import StatePool
 from shared.engine.runner import Runner, SampleFunction
@@ -33,8 +33,8 @@ _NOBODY = TicketKey(1, 1)
 
 
 class BatchEngine:
-    """Implements `shared.engine.api.Engine`. `run` must run as a vital task while the engine is used; whoever made the
-    pool closes it after `close` has returned."""
+    """Implements `shared.engine.api.Engine`. `run` must run as a vital task while the engine is used: it ends with the
+    error where a GPU is lost. Whoever made the pool closes it after `close` has returned."""
 
     def __init__(
         self,
@@ -161,8 +161,7 @@ class BatchEngine:
             self._wake.set()
 
     async def retire(self, key: TicketKey) -> None:
-        group = self._scheduler.groups.get(key)
-        if group is None:
+        if (group := self._scheduler.groups.get(key)) is None:
             return
         if not group.retiring:
             self._fail_stream(key, Cancelled("the ticket was retired"))
@@ -209,7 +208,7 @@ class BatchEngine:
     # The loop
 
     async def run(self) -> None:
-        """Computes steps until `close`; an error that leaves it is a bug of ours and should end the process."""
+        """Computes steps until `close`; an error that leaves it, a bug of ours or a lost GPU, ends the process."""
         if self._ended is not None:
             raise RuntimeError("an engine runs once")
         self._ended = asyncio.Event()
@@ -248,7 +247,11 @@ class BatchEngine:
             raise
         except Exception as error:
             log.exception("a step failed", extra={"rows": len(plan.rows), "tokens": plan.num_tokens})
-            return self._scheduler.fail(plan, EngineError.code, f"{type(error).__name__}: {error}")
+            effects = self._scheduler.fail(plan, EngineError.code, f"{type(error).__name__}: {error}")
+            if not device_is_lost(error):
+                return effects
+            self._tell(effects)
+            raise
         finally:
             self._dispatched_at = None
             self.stats.step_s += self._clock.now() - started
@@ -284,8 +287,7 @@ class BatchEngine:
             event.set()
 
     def _group(self, key: TicketKey) -> Group:
-        group = self._scheduler.groups.get(key)
-        if group is None:
+        if (group := self._scheduler.groups.get(key)) is None:
             raise EngineError(f"{key} is not reserved")
         return group
 

@@ -47,6 +47,12 @@ class ThreadExecutor:
         self._pool.shutdown(wait=True)
 
 
+def device_is_lost(error: Exception) -> bool:
+    """Whether a GPU's context is gone with this error: it would answer every later call with the same one. Too little
+    memory is another kind of error, and passes."""
+    return isinstance(error, torch.AcceleratorError) or type(error).__name__ == "CUDARuntimeError"  # CuPy's
+
+
 class InlineExecutor:
     """Computes on the loop, deterministically; a step takes `step_s` of the loop's time. It computes at the end of that
     time, so that whatever is freed too early is seen to be."""

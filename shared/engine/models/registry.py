@@ -32,8 +32,17 @@ def load_model(
     loader = _LOADERS.get(prepared.config.architecture)
     if loader is None:
         raise InvalidModel(f"{prepared_dir}: the architecture {prepared.config.architecture!r} is not supported")
+    import torch
+
     family = prepared.config.architecture
-    return loader(prepared, device, dtype, weights or default_weights(device, dtype, family), kv_dtype)
+    chosen = weights or default_weights(device, dtype, family)
+    try:
+        return loader(prepared, device, dtype, chosen, kv_dtype)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"device: {device} has too little memory for the weights of {prepared.name} in {dtype}; "
+            "take another GPU, a smaller model, or dtype bfloat16"
+        ) from error
 
 
 def check_device(device: str) -> None:

@@ -46,14 +46,14 @@ class HeldExecutor:
 class BrokenFor(Toy):
     """Fails each step that computes a certain token of a prompt, several tokens at once."""
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token: int, error: Exception | None = None) -> None:
         super().__init__()
-        self._token = token
+        self._token, self._error = token, error or RuntimeError("the device fell over")
 
     def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
         lengths = batch.query_start.diff().repeat_interleave(batch.query_start.diff())
         if ((batch.tokens == self._token) & (lengths > 1)).any():
-            raise RuntimeError("the device fell over")
+            raise self._error
         return super().forward(batch, state)
 
 
@@ -98,6 +98,34 @@ async def test_progress_age_rises_only_while_a_step_hangs() -> None:
         executor.gate.set()
         await bench.finish(KEY)
         assert bench.engine.last_progress_age_s == 0.0
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy names its own."""
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError("illegal address"), CUDARuntimeError("illegal address")])
+async def test_a_lost_gpu_ends_the_engine_once_all_are_told(error: Exception) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await _until_it_ends(BrokenFor(250, error))
+    assert caught.value.exceptions == (error,)
+
+
+async def _until_it_ends(model: Toy) -> None:
+    async with asyncio.timeout(10), running(model=model) as bench:
+        bench.engine.reserve(OTHER, (1, 250, 3), GREEDY, decodes=False)
+        with pytest.raises(EngineError, match="illegal address"):
+            await anext(aiter(bench.engine.prefill(OTHER)))
+        await asyncio.Event().wait()
+
+
+async def test_memory_that_is_too_small_fails_one_step_only() -> None:
+    async with running(model=BrokenFor(250, torch.OutOfMemoryError("no memory"))) as bench, asyncio.timeout(10):
+        bench.engine.reserve(OTHER, (1, 250, 3), GREEDY, decodes=False)
+        with pytest.raises(EngineError, match="no memory"):
+            await anext(aiter(bench.engine.prefill(OTHER)))
+        start(bench, KEY)
+        await bench.until(lambda: bool(bench.tokens))
 
 
 async def test_a_failing_step_fails_its_groups_and_no_others() -> None:

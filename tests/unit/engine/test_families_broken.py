@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from shared.engine.models import registry
 from shared.engine.models.registry import check_device, load_model
 from shared.engine.weights.catalog import prepare
 from shared.engine.weights.errors import InvalidModel
@@ -88,6 +90,16 @@ def test_what_a_gpu_lacks_or_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch)
         check_device("cuda")
     with pytest.raises(ConfigError, match="the toy model is computed on a CPU only"):
         load_model(Path("toy"), "cuda")
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 16 GiB")
+
+    monkeypatch.setitem(registry._LOADERS, "llama", too_large)  # type: ignore[arg-type]
+    prepared = prepare(str(write_hf(tmp_path / "hf", tiny_weights())), tmp_path)
+    with pytest.raises(ConfigError, match=f"too little memory for the weights of {prepared.name} in float32"):
+        load_model(prepared.directory)
 
 
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
