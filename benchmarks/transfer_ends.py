@@ -30,6 +30,7 @@ from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
 
 REPO = Path(__file__).parents[1]
 _ROWS = 16
+_COMPILE_S = 120.0
 _IOVECS = 1024
 _DONE = b"."
 _secret = b"benchmark-secret"
@@ -72,7 +73,11 @@ class End:
         pool = np.frombuffer(mmap.mmap(fd, work.layout.total_bytes), dtype=np.uint8)
         pool[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8), len(pool))
         options = SidecarOptions(name, directory, transfer=transfer)
-        return cls(fd, pool, await SidecarLink.start(options, fd, work.layout))
+        link = await SidecarLink.start(options, fd, work.layout)
+        async with asyncio.timeout(_COMPILE_S):
+            while not (await link.counters())["compiled"]:  # noqa: ASYNC110 - a sidecar tells nobody
+                await asyncio.sleep(0.05)
+        return cls(fd, pool, link)
 
     async def close(self) -> None:
         await self.link.close()

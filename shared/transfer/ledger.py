@@ -26,14 +26,12 @@ class Ledger:
         """By component and logical unit: rows with state, 0 for a unit of which nothing is known."""
         self._digests = [np.zeros((0, one.num_layers, DIGEST_BYTES), dtype=np.uint8) for one in components]
 
-    def record(self, component: int, first_unit: int, rows_in_last: int, digests: list[list[bytes]]) -> None:
-        """Enters units from `first_unit` on; `digests` holds one list a layer, with one digest a unit. A unit that was
-        there is replaced."""
-        num_layers, end = len(digests), first_unit + len(digests[0])
-        flat = np.frombuffer(b"".join(b"".join(layer) for layer in digests), dtype=np.uint8)
-        by_layer = flat.reshape(num_layers, end - first_unit, DIGEST_BYTES)
+    def record(self, component: int, first_unit: int, rows_in_last: int, digests: list[np.ndarray]) -> None:
+        """Enters units from `first_unit` on; `digests` holds [units, 16] bytes for each layer. A unit that was there is
+        replaced."""
+        end = first_unit + len(digests[0])
         self._make_room(component, end)
-        self._digests[component][first_unit:end] = by_layer.transpose(1, 0, 2)
+        self._digests[component][first_unit:end] = np.stack(digests, axis=1)
         self._rows[component][first_unit:end] = self._components[component].unit_tokens
         self._rows[component][end - 1] = rows_in_last
 
