@@ -31,5 +31,9 @@ def load_kernels() -> Kernels | None:
     except ImportError as error:
         _log.info("pages are copied without compiled kernels: %s", error)
         return None
+    except Exception:
+        # No directory for what is compiled, or a processor that the compiler does not know: bytes move all the same.
+        _log.exception("pages are copied without compiled kernels")
+        return None
     kernels: Kernels = found
     return kernels
