@@ -17,8 +17,11 @@ from kernels.cpu.stripes import (
     BLOCK,
     STRIPE,
     hash_block,
+    hash_end,
+    hash_last,
     hash_stripe,
     move_and_hash_block,
+    move_and_hash_end,
     move_block,
     move_bytes,
     settle,
@@ -168,11 +171,18 @@ def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndar
                 move_bytes(target + done, source + done, BLOCK)
             hash_block(target + done, at)
         done += BLOCK
-    if source != 0:
-        move_bytes(target + done, source + done, size - done)
-    for number in range((size - 1 - done) // STRIPE):
-        hash_stripe(target + done + number * STRIPE, at, number)
-    finish(target + size - STRIPE, sums, size, digest)
+    if done + BLOCK == size and passing:
+        move_and_hash_end(target + done, source + done, at)
+    else:
+        if source != 0:
+            move_bytes(target + done, source + done, size - done)
+        if done + BLOCK == size:
+            hash_end(target + done, at)
+        else:
+            for number in range((size - 1 - done) // STRIPE):
+                hash_stripe(target + done + number * STRIPE, at, number)
+            hash_last(target + size - STRIPE, at)
+    finish(sums, size, digest)
 
 
 @compiled_for_one_thread(_int(_place, _place, *_job))

@@ -93,6 +93,7 @@ def _over(builder: Any, target: Any, source: Any, sums: Any, secrets: tuple[int,
 
 
 _WHOLE = tuple(range(0, 8 * (BLOCK // STRIPE), 8))
+_END = (*_WHOLE[:-1], _LAST_AT)
 
 
 def _move_block(typing_context: Any, target: Any, source: Any) -> Any:
@@ -114,6 +115,22 @@ def _hash_block(typing_context: Any, source: Any, sums: Any) -> Any:
 def _move_and_hash_block(typing_context: Any, target: Any, source: Any, sums: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _over(builder, arguments[0], arguments[1], arguments[2], _WHOLE, scramble=True)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), generate
+
+
+def _hash_end(typing_context: Any, source: Any, sums: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _over(builder, None, arguments[0], arguments[1], _END, scramble=False)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+def _move_and_hash_end(typing_context: Any, target: Any, source: Any, sums: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _over(builder, arguments[0], arguments[1], arguments[2], _END, scramble=False)
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64, types.int64), generate
@@ -170,10 +187,13 @@ move_block: Any = _intrinsic(_move_block)
 hash_block: Any = _intrinsic(_hash_block)
 """hash_block(source, sums): into the eight running sums of xxh3."""
 move_and_hash_block: Any = _intrinsic(_move_and_hash_block)
+hash_end: Any = _intrinsic(_hash_end)
+"""hash_end(source, sums): the input's last block, if it is whole."""
+move_and_hash_end: Any = _intrinsic(_move_and_hash_end)
 hash_stripe: Any = _intrinsic(_hash_stripe)
 """hash_stripe(source, sums, number): one stripe of a block that is not whole."""
 hash_last: Any = _intrinsic(_hash_last)
-"""hash_last(source, sums): the input's last 64 bytes."""
+"""hash_last(source, sums): the input's last 64 bytes, if its last block is not whole."""
 move_bytes: Any = _intrinsic(_move_bytes)
 """move_bytes(target, source, size), by way of the cache."""
 settle: Any = _intrinsic(_settle)

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 
 from kernels.cpu.compiling import inlined
-from kernels.cpu.stripes import SECRET, hash_last
+from kernels.cpu.stripes import SECRET
 
 LEAST = 241
 DIGEST_BYTES = 16
@@ -35,9 +35,8 @@ def start(sums: np.ndarray) -> None:
 
 
 @inlined
-def finish(last: int, sums: np.ndarray, size: int, digest: np.ndarray) -> None:
-    """last: the address of the input's last 64 bytes. Writes the digest, the most significant byte first."""
-    hash_last(last, sums.ctypes.data)
+def finish(sums: np.ndarray, size: int, digest: np.ndarray) -> None:
+    """Writes the digest, the most significant byte first, once the sums hold all of the input."""
     length = np.uint64(size)
     low = _merged(sums, _LOW_SECRET, length * _PRIME64_1)
     high = _merged(sums, _HIGH_SECRET, ~(length * _PRIME64_2))

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import xxhash
 
 from kernels.cpu.copy_runs import Units, can_digest, copy_and_digest_units, copy_units, digest_units
+from kernels.cpu.stripes import ALIGN
 
 SIZES = (1, 3, 31, 64, 100, 240, 241, 255, 256, 1000, 1023, 1024, 1025, 2048, 3111, 4096, 24_576)
 
@@ -15,16 +17,27 @@ SIZES = (1, 3, 31, 64, 100, 240, 241, 255, 256, 1000, 1023, 1024, 1025, 2048, 31
 def some_units(
     rng: np.random.Generator, count: int, unit_bytes: int, num_layers: int, spare: int, *, repeat: bool = False
 ) -> Units:
-    """Random bytes all over a pool of `count` + `spare` units, at a random offset; a few neighbours among them."""
-    num_units, offset = count + spare, int(rng.integers(0, 70))
-    layer_bytes = num_units * unit_bytes + int(rng.integers(0, 40))
-    data = rng.integers(0, 256, offset + num_layers * layer_bytes, dtype=np.uint8)
+    """Random bytes all over a pool of `count` + `spare` units; a few neighbours among them. Half of the pools lie as
+    real ones do, the others begin anywhere."""
+    num_units, grain = count + spare, int(rng.choice([1, ALIGN]))
+    offset, layer_gap = (int(rng.integers(0, 70)) // grain * grain for _ in range(2))
+    layer_bytes = num_units * unit_bytes + layer_gap
+    raw = rng.integers(0, 256, ALIGN + offset + num_layers * layer_bytes, dtype=np.uint8)
+    data = raw[-raw.__array_interface__["data"][0] % ALIGN :]
     units = rng.integers(0, num_units, count) if repeat else rng.permutation(num_units)[:count]
     half = count // 2
     if half > 1 and spare >= half:
         units[:half] = np.arange(half) + spare  # neighbours
         units[half:] = [unit for unit in rng.permutation(num_units) if not spare <= unit < spare + half][: count - half]
     return Units(data, units, unit_bytes, offset, layer_bytes, num_layers)
+
+
+def copy_of(where: Units) -> Units:
+    """The same elsewhere, at as round an address."""
+    raw = np.zeros(ALIGN + len(where.data), np.uint8)
+    data = raw[-raw.__array_interface__["data"][0] % ALIGN :][: len(where.data)]
+    data[:] = where.data
+    return replace(where, data=data)
 
 
 def at(where: Units, layer: int, k: int) -> slice:
@@ -57,7 +70,7 @@ def test_units_land_where_they_should_and_nothing_else_changes(seed: int) -> Non
     source = some_units(rng, count, size, num_layers, int(rng.integers(0, 20)), repeat=bool(seed % 2))
     target = some_units(rng, count, size, num_layers, int(rng.integers(0, 20)))
     expected, before = wanted(target, source, range(source.total)), source.data.copy()
-    copied = Units(target.data.copy(), target.units, size, target.offset, target.layer_bytes, num_layers)
+    copied = copy_of(target)
     assert copy_units(copied, source) == source.total
     assert (copied.data == expected).all()
     assert (source.data == before).all()
@@ -80,7 +93,7 @@ def test_a_burst_ends_at_its_limit_and_the_next_goes_on_there(size: int, limit: 
     for first in range(0, 36, per_call):
         last = min(first + per_call, 36)
         want = wanted(target, source, range(first, last))
-        copied = Units(target.data.copy(), target.units, size, target.offset, target.layer_bytes, 3)
+        copied = copy_of(target)
         assert copy_units(copied, source, first, limit) == last
         assert (copied.data == want).all()
         assert copy_and_digest_units(target, source, digests, first, limit) == last
