@@ -13,7 +13,7 @@ mv -T "$BATON_CACHE_DIR/model.new" "$BATON_CACHE_DIR/model"
 if [ ! -e "$NUMBA_CACHE_DIR/warm" ]; then
     echo "compiling the CPU's kernels"
     mkdir -p "$NUMBA_CACHE_DIR"
-    python -c 'from kernels.cpu.ops import warm_up; warm_up()'
+    python -c 'import kernels.cpu.copy_runs; from kernels.cpu.ops import warm_up; warm_up()'
     touch "$NUMBA_CACHE_DIR/warm"
 fi
 echo "$directory is ready"

@@ -36,6 +36,7 @@ from shared.transfer.control import (
     read_frame,
 )
 from shared.transfer.door import Door
+from shared.transfer.kernels import load_kernels
 from shared.transfer.link import TicketKey
 from shared.transfer.outbox import Outbox
 from shared.transfer.pool import Pool
@@ -75,7 +76,7 @@ class Sidecar:
         self._loop = asyncio.get_running_loop()
         self._boot_id, self._host = new_boot_id(), socket.gethostname()
         self._pool_fd = pool_fd
-        pool = Pool.map(pool_fd, attach.layout, writable=True)
+        pool = self._pool = Pool.map(pool_fd, attach.layout, writable=True)
         self._door = Door(attach.layout, self._on_first_bytes)
         self._complete = threading.Event()
         self._complete.set()
@@ -91,6 +92,7 @@ class Sidecar:
         async with TaskOwner() as tasks:
             if self._settings.nats_url:
                 tasks.spawn(self._report(), "reports")
+            tasks.spawn(self._compile(), "kernels")
             self._tell(Ready(address=self.address))
             while (body := await read_frame(reader)) is not None:
                 message = from_worker(body)
@@ -104,6 +106,10 @@ class Sidecar:
         for backend in self._backends:
             await asyncio.to_thread(backend.close)
         os.close(self._pool_fd)
+
+    async def _compile(self) -> None:
+        # Until then bytes move without.
+        self._pool.kernels = await asyncio.to_thread(load_kernels)
 
     async def _report(self) -> None:
         # The NATS client takes longer to import than all the rest, and moving bytes does not wait for it.
@@ -126,7 +132,8 @@ class Sidecar:
         )
 
     def _counters(self) -> dict[str, int]:
-        return self._door.snapshot()[1] | self._outbox.counters
+        compiled = {"compiled": int(self._pool.kernels is not None)}
+        return self._door.snapshot()[1] | self._outbox.counters | compiled
 
     def _start_backends(self, pool: Pool) -> tuple[Backend, ...]:
         """In order of preference."""

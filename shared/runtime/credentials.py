@@ -25,7 +25,7 @@ class NatsSettings(BaseSettings):
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         """So that a login in it is known as one, wherever it is shown."""
-        return ",".join(part if "://" in part else f"nats://{part}" for part in value.split(","))
+        return ",".join(part if "://" in part or not part else f"nats://{part}" for part in value.split(","))
 
     @field_validator("nats_tls_ca", "nats_tls_cert", "nats_tls_key")
     @classmethod

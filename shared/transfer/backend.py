@@ -8,11 +8,13 @@ never holds an event loop.
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
+
 from shared.protocol.messages import LinkAddress
 from shared.transfer.link import Piece, TicketKey
 
-Digests = list[list[list[bytes]]]
-"""xxh3-128 by piece, layer and unit."""
+Digests = list[list[np.ndarray]]
+"""xxh3-128 by piece and layer: [units, 16] bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shared.machines.transfer import (
     AnnounceFirstBytes,
     FenceRequested,
@@ -116,7 +118,7 @@ class Door:
                 raise
         return grant
 
-    def landed(self, grant: Grant, digests: list[list[list[bytes]]]) -> bool:
+    def landed(self, grant: Grant, digests: list[list[np.ndarray]]) -> bool:
         """Enters what a transfer wrote (by piece, layer and unit); False if it was stopped before."""
         with self._lock:
             entry = self._entries[grant.key]

@@ -22,31 +22,36 @@ class Ledger:
 
     def __init__(self, components: tuple[StateComponent, ...]) -> None:
         self._components = components
-        self._units: list[dict[int, tuple[int, bytes]]] = [{} for _ in components]
+        self._rows = [np.zeros(0, dtype=np.int64) for _ in components]
+        """By component and logical unit: rows with state, 0 for a unit of which nothing is known."""
+        self._digests = [np.zeros((0, one.num_layers, DIGEST_BYTES), dtype=np.uint8) for one in components]
 
-    def record(self, component: int, first_unit: int, rows_in_last: int, digests: list[list[bytes]]) -> None:
-        """Enters units from `first_unit` on; `digests` holds one list a layer, with one digest a unit. A unit that was
-        there is replaced."""
-        rows = self._components[component].unit_tokens
-        num_units = len(digests[0])
-        for k in range(num_units):
-            entry = b"".join(layer[k] for layer in digests)
-            self._units[component][first_unit + k] = (rows_in_last if k == num_units - 1 else rows, entry)
+    def record(self, component: int, first_unit: int, rows_in_last: int, digests: list[np.ndarray]) -> None:
+        """Enters units from `first_unit` on; `digests` holds [units, 16] bytes for each layer. A unit that was there is
+        replaced."""
+        end = first_unit + len(digests[0])
+        self._make_room(component, end)
+        self._digests[component][first_unit:end] = np.stack(digests, axis=1)
+        self._rows[component][first_unit:end] = self._components[component].unit_tokens
+        self._rows[component][end - 1] = rows_in_last
 
     def drop(self, component: int, first_unit: int, num_units: int) -> None:
         """Forgets units that are about to be written again: until that succeeds nothing is known of them."""
-        for unit in range(first_unit, first_unit + num_units):
-            self._units[component].pop(unit, None)
+        self._rows[component][first_unit : first_unit + num_units] = 0
 
     def receipt(self) -> Receipt:
-        return tuple(
-            self._component(component, units) for component, units in zip(self._components, self._units, strict=True)
-        )
+        parts = zip(self._components, self._rows, self._digests, strict=True)
+        return tuple(_receipt(component, rows, digests) for component, rows, digests in parts)
 
-    def _component(self, component: StateComponent, units: dict[int, tuple[int, bytes]]) -> ComponentReceipt:
-        entries = [units[unit] for unit in sorted(units)]
-        num_bytes = sum(rows for rows, _ in entries) * component.row_bytes * component.num_layers
-        shape = (len(entries), component.num_layers, DIGEST_BYTES)
-        by_unit = np.frombuffer(b"".join(entry for _, entry in entries), dtype=np.uint8).reshape(shape)
-        digest = xxhash.xxh3_128_hexdigest(by_unit.transpose(1, 0, 2).tobytes())
-        return ComponentReceipt(component.name, num_bytes, digest)
+    def _make_room(self, component: int, num_units: int) -> None:
+        held = len(self._rows[component])
+        if num_units > held:
+            more = max(num_units, 2 * held) - held
+            self._rows[component] = np.pad(self._rows[component], (0, more))
+            self._digests[component] = np.pad(self._digests[component], ((0, more), (0, 0), (0, 0)))
+
+
+def _receipt(component: StateComponent, rows: np.ndarray, digests: np.ndarray) -> ComponentReceipt:
+    num_bytes = int(rows.sum()) * component.row_bytes * component.num_layers
+    digest = xxhash.xxh3_128_hexdigest(digests[rows > 0].transpose(1, 0, 2).tobytes())
+    return ComponentReceipt(component.name, num_bytes, digest)

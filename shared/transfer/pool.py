@@ -5,6 +5,7 @@ can be stopped between two layers. It knows no tickets and no sockets.
 """
 
 import fcntl
+import functools
 import math
 import mmap
 import os
@@ -16,19 +17,24 @@ import xxhash
 
 from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
+from shared.transfer.kernels import Kernels
 
 DIGEST_BYTES = 16
 _COPY_RUN_BYTES = 128 * 1024
 """Longest copy before it is hashed: what was written should still be in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """Physical units of one component, all its layers; of the last unit only the first `rows_in_last` rows."""
 
     component: int
     units: tuple[int, ...]
     rows_in_last: int
+
+    @functools.cached_property
+    def index(self) -> np.ndarray:
+        return np.array(self.units, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,12 @@ def create_pool(layout: PoolLayout) -> int:
 
 
 class Pool:
-    """A mapped pool. Unmapped when the last view of it is gone."""
+    """A mapped pool. Unmapped when the last view of it is gone. kernels: used as soon as they are set."""
 
     def __init__(self, layout: PoolLayout, buffer: memoryview) -> None:
         self.layout = layout
         self.bytes = buffer
+        self.kernels: Kernels | None = None
         self._flat = np.frombuffer(buffer, dtype=np.uint8)
         self._planes = tuple(_plane(layout, index) for index in range(len(layout.components)))
 
@@ -102,48 +109,64 @@ class Pool:
             views.extend(self.bytes[start:end] for start, end in _partial(plane, base, run))
         return views
 
-    def digests(self, run: Run, layer: int) -> list[bytes]:
-        """xxh3-128 of each unit's rows with state in one layer, in order."""
+    def digests(self, run: Run, layer: int) -> np.ndarray:
+        """xxh3-128 of each unit's rows with state in one layer, in order: [units, 16] bytes."""
         plane = self._planes[run.component]
         base = plane.offset + layer * plane.layer_bytes
-        size, data, digest = plane.unit_bytes, self.bytes, xxhash.xxh3_128_digest
-        partial = run.rows_in_last < plane.unit_tokens
-        whole = run.units[:-1] if partial else run.units
-        found = [digest(data[base + unit * size : base + unit * size + size]) for unit in whole]
-        if partial:
+        size, data, digest, kernels = plane.unit_bytes, self.bytes, xxhash.xxh3_128_digest, self.kernels
+        whole = len(run.units) - (run.rows_in_last < plane.unit_tokens)
+        found = np.empty((len(run.units), DIGEST_BYTES), dtype=np.uint8)
+        if kernels is not None and kernels.can_digest(size):
+            kernels.digest_units(kernels.Units(self._flat, run.index[:whole], size, base), found[:whole])
+        else:
+            for k, unit in enumerate(run.units[:whole]):
+                start = base + unit * size
+                found[k] = _entry(digest(data[start : start + size]))
+        if whole < len(run.units):
             hasher = xxhash.xxh3_128()
             for start, end in _partial(plane, base, run):
                 hasher.update(data[start:end])
-            found.append(hasher.digest())
+            found[whole] = _entry(hasher.digest())
         return found
 
-    def copy_from(self, source: "Pool", theirs: Run, mine: Run, layer: int) -> list[bytes]:
-        """Copies one layer of their units into mine (equally many, of equal shape) and returns the digests of what is
-        now in mine."""
+    def copy_from(self, source: "Pool", theirs: Run, mine: Run, layer: int) -> np.ndarray:
+        """Copies one layer of their units into mine (equally many, of equal shape) and returns the digests of what was
+        written into mine, as `digests` does."""
         ours, other = self._planes[mine.component], source._planes[theirs.component]
         to = ours.offset + layer * ours.layer_bytes
         start = other.offset + layer * other.layer_bytes
-        size, flat, data = ours.unit_bytes, self._flat, self.bytes
-        partial = mine.rows_in_last < ours.unit_tokens
-        whole = len(mine.units) - partial
-        found: list[bytes] = []
-        digest, limit = xxhash.xxh3_128_digest, max(1, _COPY_RUN_BYTES // size)
-        for src, dst, count in _paired_runs(theirs.units[:whole], mine.units[:whole], limit):
-            a, b = to + dst * size, start + src * size
-            flat[a : a + count * size] = source._flat[b : b + count * size]
-            found += [digest(data[at : at + size]) for at in range(a, a + count * size, size)]
-        if partial:
+        size, flat, data, kernels = ours.unit_bytes, self._flat, self.bytes, self.kernels
+        whole = len(mine.units) - (mine.rows_in_last < ours.unit_tokens)
+        found = np.empty((len(mine.units), DIGEST_BYTES), dtype=np.uint8)
+        if kernels is not None and kernels.can_digest(size):
+            into = kernels.Units(flat, mine.index[:whole], size, to)
+            kernels.copy_and_digest_units(
+                into, kernels.Units(source._flat, theirs.index[:whole], size, start), found[:whole]
+            )
+        else:
+            done, digest, limit = 0, xxhash.xxh3_128_digest, max(1, _COPY_RUN_BYTES // size)
+            for src, dst, count in _paired_runs(theirs.units[:whole], mine.units[:whole], limit):
+                a, b = to + dst * size, start + src * size
+                flat[a : a + count * size] = source._flat[b : b + count * size]
+                for at in range(a, a + count * size, size):
+                    found[done] = _entry(digest(data[at : at + size]))
+                    done += 1
+        if whole < len(mine.units):
             hasher = xxhash.xxh3_128()
             for (a, a_end), (b, b_end) in zip(_partial(ours, to, mine), _partial(other, start, theirs), strict=True):
                 flat[a:a_end] = source._flat[b:b_end]
                 hasher.update(data[a:a_end])
-            found.append(hasher.digest())
+            found[whole] = _entry(hasher.digest())
         return found
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
         view = self.views(run, layer)[0]
         view[0] ^= 0xFF
+
+
+def _entry(digest: bytes) -> np.ndarray:
+    return np.frombuffer(digest, dtype=np.uint8)
 
 
 def _plane(layout: PoolLayout, index: int) -> _Plane:

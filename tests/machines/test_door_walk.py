@@ -2,6 +2,7 @@
 no unit has two writers, a fence is answered once and only when nobody is inside, and nothing is remembered for ever.
 """
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
@@ -115,7 +116,7 @@ class DoorWalk(RuleBasedStateMachine):
         self.inside.remove(grant)
         if whole:
             units = sorted(logical(grant))
-            assert self.door.landed(grant, [[[bytes(16)] * len(units)]]) == (grant.key not in self.fenced)
+            assert self.door.landed(grant, [[np.zeros((len(units), 16), np.uint8)]]) == (grant.key not in self.fenced)
             if grant.key not in self.fenced:
                 self.landed[grant.key] |= set(units)
         self.door.leave(grant)

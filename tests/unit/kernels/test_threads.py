@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu import threads
+from kernels.cpu import compiling, threads
 from kernels.cpu.ops import CpuOps
 from kernels.ops import get_ops
 from tests.support_kernels import CPU, REFERENCE
@@ -93,7 +93,8 @@ def test_a_kernel_is_compiled_anew_when_a_part_of_it_changes_elsewhere(tmp_path:
     package.mkdir(parents=True)
     for directory in (package, package.parent):
         (directory / "__init__.py").touch()
-    shutil.copy(str(threads.__file__), package)
+    for module in (threads, compiling):
+        shutil.copy(str(module.__file__), package)
     (package / "whole.py").write_text(WHOLE)
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
 

@@ -204,6 +204,10 @@ def test_half_a_way_into_nats_is_a_mistake(given: dict[str, str], said: str) -> 
         load_settings(DecodeSettings, given)
 
 
+def test_a_sidecar_may_be_told_that_there_is_no_nats() -> None:
+    assert load_settings(SidecarSettings, {"nats_url": ""}).nats_url == ""
+
+
 def test_a_sidecar_gets_the_way_into_nats_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"nats_url": "nats://host:1", "nats_user": "me", "nats_password": "s3cret"}
     for name, value in load_settings(DecodeSettings, given).nats_variables("sidecar").items():

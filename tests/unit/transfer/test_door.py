@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shared.runtime.errors import InvalidRequest, UnknownRoom
@@ -14,7 +15,7 @@ from shared.transfer.wire import Header, WirePiece, sign
 LAYOUT = PoolLayout((StateComponent("kv", IndexKind.PAGE, 4, (), (2,), "uint8", (0, 1)),), 8, 0)
 KEY, SECRET, NONCE = TicketKey(77, 1), b"secret", b"nonce"
 PIECE = WirePiece(component=0, num_layers=2, first_unit=0, num_units=2, rows_in_last=4)
-DIGESTS = [[[b"a" * 16, b"b" * 16], [b"c" * 16, b"d" * 16]]]
+DIGESTS = [[np.repeat(np.frombuffer(pair, np.uint8), 16).reshape(2, 16) for pair in (b"ab", b"cd")]]
 
 
 class Bell:

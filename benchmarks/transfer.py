@@ -1,0 +1,110 @@
+"""`make bench-transfer`: what the links move through two real sidecars, beside what the bare machine does.
+
+The ways and what they are compared with take turns, so that whatever else the machine does meets all of them alike.
+`docs/benchmarks.md` says what each row means. ARGS="--help" lists the options.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from benchmarks.report import Machine, Row, figure, print_rows, write_rows
+from benchmarks.transfer_ends import BareSocket, Ends, Work
+
+_GIB, _MIB = 1 << 30, 1 << 20
+_SPARE = 2
+_SMALL_BYTES, _SMALL_AIM_US = 4096, 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row: pages of this size over one way, beside a memcpy or a bare socket, and the ratio asked for."""
+
+    name: str
+    transfer: str
+    page_bytes: int
+    goal: float
+
+
+CASES = (
+    Case("shm-16k", "shm", 16 << 10, 0.7),
+    Case("shm-64k", "shm", 64 << 10, 0.9),
+    Case("shm-1m", "shm", 1 << 20, 0.9),
+    Case("tcp-64k", "tcp", 64 << 10, 0.9),
+)
+NOT_MEASURED = {
+    "shm-vs-nixl": "no such rival yet",
+    "tcp-vs-nixl": "no such rival yet",
+    "tcp-vs-mooncake": "no such rival yet",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    console, machine = Console(highlight=False), Machine.here()
+    rows = []
+    for case in CASES:
+        if case.name in args.rows:
+            console.print(f"{case.name}: {args.mib} MiB, {args.rounds} rounds …")
+            rows += asyncio.run(_case(case, args.mib * _MIB, args.rounds))
+    if "small" in args.rows:
+        console.print(f"small: {args.pages} pages, one at a time …")
+        rows += asyncio.run(_small(args.pages))
+    print_rows(console, f"bench-transfer: {args.mib} MiB of scattered pages", rows, machine)
+    for name, why in NOT_MEASURED.items():
+        console.print(f"not measured: {name}: {why}", style="yellow", soft_wrap=True)
+    console.print(f"written to {write_rows('transfer', rows, machine)}", soft_wrap=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = [*(case.name for case in CASES), "small"]
+    parser = argparse.ArgumentParser(prog="make bench-transfer", description=__doc__)
+    parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mib", type=int, default=256, help="bytes moved in each round")
+    parser.add_argument("--pages", type=int, default=1000, help="single pages sent for `small`")
+    args = parser.parse_args(argv)
+    args.rows = [name for name in args.rows.split(",") if name]
+    if unknown := set(args.rows) - set(names):
+        parser.error(f"unknown rows: {', '.join(sorted(unknown))}")
+    return args
+
+
+async def _case(case: Case, num_bytes: int, rounds: int) -> list[Row]:
+    num_pages = num_bytes // case.page_bytes
+    work = Work(case.page_bytes, num_pages, _SPARE * num_pages)
+    ours: list[float] = []
+    bare: list[float] = []
+    with tempfile.TemporaryDirectory() as directory, BareSocket(work) as bare_socket:
+        async with await Ends.start(work, case.transfer, Path(directory)) as ends:
+            for number in range(rounds + 1):  # the first one warms up and does not count
+                bare_s = bare_socket.send_s(number) if case.transfer == "tcp" else ends.memcpy_s()
+                ours_s = await ends.send_s(number)
+                if number:
+                    bare.append(work.num_bytes / _GIB / bare_s)
+                    ours.append(work.num_bytes / _GIB / ours_s)
+    name = f"{case.name}-{'bare-socket' if case.transfer == 'tcp' else 'memcpy'}"
+    against = figure(name, "GiB/s", bare, less_is_better=False)
+    return [figure(case.name, "GiB/s", ours, less_is_better=False, against=against.value, goal=case.goal), against]
+
+
+async def _small(num_pages: int) -> list[Row]:
+    work = Work(_SMALL_BYTES, 1, 64)
+    with tempfile.TemporaryDirectory() as directory:
+        async with await Ends.start(work, "shm", Path(directory)) as ends:
+            for number in range(20):
+                await ends.send_s(number)
+            taken = [1e6 * await ends.send_s(number) for number in range(num_pages)]
+    p99 = sorted(taken)[int(0.99 * len(taken))]
+    rows = [figure("small", "µs", [median(taken)], against=_SMALL_AIM_US, goal=1.0)]
+    return [*rows, figure("small-p99", "µs", [p99])]
+
+
+if __name__ == "__main__":
+    main()

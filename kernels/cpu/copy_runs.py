@@ -1,0 +1,242 @@
+"""Units copied between two pools of bytes in one call: neighbours joined, past the cache, digests for nothing.
+
+A job is all layers of some units, numbered layer after layer. A call does a part of it and says where to go on, so
+that whoever moves bytes for several can let a more urgent one go first. Runs on the calling thread without the GIL;
+several may at once. Everything is compiled when this is imported (once, then read from disk), so no transfer waits.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+from numba import types
+
+from kernels.cpu.compiling import compiled_for_one_thread, inlined
+from kernels.cpu.stripes import (
+    ALIGN,
+    BLOCK,
+    STRIPE,
+    hash_block,
+    hash_end,
+    hash_last,
+    hash_stripe,
+    move_and_hash_block,
+    move_and_hash_end,
+    move_block,
+    move_bytes,
+    settle,
+)
+from kernels.cpu.xxh3 import DIGEST_BYTES, LEAST, finish, start
+
+_WHOLE_JOB = 1 << 62
+_FAR = 1 << 40
+"""More than a pool holds: what is checked with it cannot overflow."""
+
+_Place = tuple[int, np.ndarray, int]
+
+_types: Any = types
+_int: Any = types.int64
+_place: Any = _types.Tuple((_int, _types.Array(_int, 1, "C", readonly=True), _int))
+_digests: Any = _types.Array(types.uint8, 2, "C")
+_job = (_int, _int, _int, _int)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Some units of a pool, which must not change while they are copied.
+
+    data: all bytes of the pool, one dimension, contiguous. units: int64, which ones, in order. unit_bytes: of one unit
+    of one layer. offset: where unit 0 of layer 0 begins. layer_bytes: from one layer to the next.
+    """
+
+    data: np.ndarray
+    units: np.ndarray
+    unit_bytes: int
+    offset: int = 0
+    layer_bytes: int = 0
+    num_layers: int = 1
+    _begin: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != np.uint8 or self.data.ndim != 1 or not self.data.flags.c_contiguous:
+            raise ValueError("a pool is flat bytes")
+        if self.units.dtype != np.int64 or self.units.ndim != 1 or not self.units.flags.c_contiguous:
+            raise ValueError("units are int64 in a row")
+        if not 1 <= self.unit_bytes < _FAR or not 0 <= self.offset < _FAR or not 0 <= self.layer_bytes < _FAR:
+            raise ValueError("units have bytes, and layers lie one after the other")
+        if self.num_layers < 1:
+            raise ValueError("there is at least one layer")
+        if len(self.units):
+            first, last = int(self.units.min()), int(self.units.max())
+            end = self.offset + (self.num_layers - 1) * self.layer_bytes + (last + 1) * self.unit_bytes
+            if first < 0 or end > len(self.data):
+                raise ValueError("a unit lies outside its pool")
+        object.__setattr__(self, "_begin", self.data.__array_interface__["data"][0] + self.offset)
+
+    @classmethod
+    def contiguous(cls, buffer: np.ndarray, num_units: int, unit_bytes: int, num_layers: int = 1) -> Self:
+        """Layer after layer and unit after unit in one buffer: what is gathered into and scattered from."""
+        layer_bytes = num_units * unit_bytes
+        return cls(buffer, np.arange(num_units, dtype=np.int64), unit_bytes, 0, layer_bytes, num_layers)
+
+    @property
+    def total(self) -> int:
+        """How many there are in all layers."""
+        return len(self.units) * self.num_layers
+
+    @property
+    def place(self) -> _Place:
+        """As the kernels take it; the data must outlive the call."""
+        return self._begin, self.units, self.layer_bytes
+
+
+def copy_units(target: Units, source: Units, first: int = 0, limit_bytes: int = _WHOLE_JOB) -> int:
+    """Copies from the unit numbered `first` on, in order, until at least one is done and `limit_bytes` are reached.
+    Returns the number of the first unit that is not done, `source.total` at the end. ValueError unless both are cut
+    alike and share no memory. Where two go to the same unit, the later one stays."""
+    _check(target, source, first)
+    return int(_copy(target.place, source.place, source.unit_bytes, source.total, first, limit_bytes))
+
+
+def copy_and_digest_units(
+    target: Units, source: Units, digests: np.ndarray, first: int = 0, limit_bytes: int = _WHOLE_JOB
+) -> int:
+    """As `copy_units`, and enters the xxh3-128 of each unit as it was written: `digests` is [total, 16] bytes.
+    ValueError too for units that are too short, see `can_digest`."""
+    _check(target, source, first)
+    _check_digests(source, digests)
+    job = source.unit_bytes, source.total, first, limit_bytes
+    return int(_copy_and_digest(digests, target.place, source.place, *job))
+
+
+def digest_units(source: Units, digests: np.ndarray, first: int = 0, limit_bytes: int = _WHOLE_JOB) -> int:
+    """The same digests of units that stay where they are."""
+    _check_first(first)
+    _check_digests(source, digests)
+    return int(_digest(digests, source.place, source.unit_bytes, source.total, first, limit_bytes))
+
+
+def can_digest(unit_bytes: int) -> bool:
+    """xxh3 treats short inputs otherwise."""
+    return unit_bytes >= LEAST
+
+
+def _check(target: Units, source: Units, first: int) -> None:
+    _check_first(first)
+    cut = (source.unit_bytes, source.num_layers, len(source.units))
+    if cut != (target.unit_bytes, target.num_layers, len(target.units)):
+        raise ValueError("source and target are cut differently")
+    if not target.data.flags.writeable:
+        raise ValueError("the target cannot be written")
+    if np.may_share_memory(target.data, source.data):
+        raise ValueError("source and target overlap")
+
+
+def _check_first(first: int) -> None:
+    if first < 0:
+        raise ValueError("units are numbered from 0")
+
+
+def _check_digests(source: Units, digests: np.ndarray) -> None:
+    if not can_digest(source.unit_bytes):
+        raise ValueError(f"a unit of {source.unit_bytes} bytes is too short")
+    if digests.dtype != np.uint8 or digests.shape != (source.total, DIGEST_BYTES) or not digests.flags.c_contiguous:
+        raise ValueError("one digest a unit and layer")
+
+
+@inlined
+def _move(target: int, source: int, size: int) -> None:
+    done = min(-target % ALIGN, size)
+    if done:
+        move_bytes(target, source, done)
+    while done + BLOCK <= size:
+        move_block(target + done, source + done)
+        done += BLOCK
+    if done < size:
+        move_bytes(target + done, source + done, size - done)
+
+
+@inlined
+def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndarray) -> None:
+    """source: what is moved to the target first, 0 for nothing."""
+    start(sums)
+    at = sums.ctypes.data
+    passing = source != 0 and target % ALIGN == 0
+    done = 0
+    while done + BLOCK < size:  # the last block, even a whole one, is not scrambled
+        if passing:
+            move_and_hash_block(target + done, source + done, at)
+        else:
+            if source != 0:
+                move_bytes(target + done, source + done, BLOCK)
+            hash_block(target + done, at)
+        done += BLOCK
+    if done + BLOCK == size and passing:
+        move_and_hash_end(target + done, source + done, at)
+    else:
+        if source != 0:
+            move_bytes(target + done, source + done, size - done)
+        if done + BLOCK == size:
+            hash_end(target + done, at)
+        else:
+            for number in range((size - 1 - done) // STRIPE):
+                hash_stripe(target + done + number * STRIPE, at, number)
+            hash_last(target + size - STRIPE, at)
+    finish(sums, size, digest)
+
+
+@compiled_for_one_thread(_int(_place, _place, *_job))
+def _copy(target: _Place, source: _Place, size: int, total: int, first: int, limit: int) -> int:
+    to, into, target_layer = target
+    begin, units, source_layer = source
+    at, left = first, limit
+    while at < total:
+        layer, k = divmod(at, len(units))
+        run = 1
+        while k + run < len(units) and run * size < left:
+            if units[k + run] != units[k] + run or into[k + run] != into[k] + run:
+                break
+            run += 1
+        there, here = to + layer * target_layer, begin + layer * source_layer
+        _move(there + into[k] * size, here + units[k] * size, run * size)
+        at += run
+        left -= run * size
+        if left <= 0:
+            break
+    settle()
+    return at
+
+
+@compiled_for_one_thread(_int(_digests, _place, _place, *_job))
+def _copy_and_digest(
+    digests: np.ndarray, target: _Place, source: _Place, size: int, total: int, first: int, limit: int
+) -> int:
+    to, into, target_layer = target
+    begin, units, source_layer = source
+    sums = np.empty(8, np.uint64)
+    at, left = first, limit
+    while at < total:
+        layer, k = divmod(at, len(units))
+        there, here = to + layer * target_layer, begin + layer * source_layer
+        _hash(there + into[k] * size, here + units[k] * size, size, sums, digests[at])
+        at += 1
+        left -= size
+        if left <= 0:
+            break
+    settle()
+    return at
+
+
+@compiled_for_one_thread(_int(_digests, _place, *_job))
+def _digest(digests: np.ndarray, source: _Place, size: int, total: int, first: int, limit: int) -> int:
+    begin, units, source_layer = source
+    sums = np.empty(8, np.uint64)
+    at, left = first, limit
+    while at < total:
+        layer, k = divmod(at, len(units))
+        _hash(begin + layer * source_layer + units[k] * size, 0, size, sums, digests[at])
+        at += 1
+        left -= size
+        if left <= 0:
+            break
+    return at
