@@ -14,7 +14,6 @@ TOTAL = 1 << PROB_BITS
 _LOW = 1 << 23
 """The state stays in [_LOW, _LOW << 8): a byte leaves or enters whenever it would not."""
 _STATE_BYTES = 4
-_njit: Any = numba.njit(nogil=True, cache=True)
 
 
 def frequencies(symbols: np.ndarray) -> np.ndarray:
@@ -27,7 +26,8 @@ def frequencies(symbols: np.ndarray) -> np.ndarray:
         most = int(scaled.argmax())
         scaled[most] -= min(excess, max(1, int(scaled[most]) // 2))
     scaled[scaled.argmax()] -= excess
-    return scaled.astype(np.int32)
+    freq: np.ndarray = scaled.astype(np.int32)
+    return freq
 
 
 def encode(symbols: np.ndarray, freq: np.ndarray) -> bytes:
@@ -52,8 +52,7 @@ def _starts(freq: np.ndarray) -> np.ndarray:
     return np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(freq)[:-1])).astype(np.int32)
 
 
-@_njit
-def _encode(symbols: Any, freq: Any, starts: Any, room: Any) -> Any:
+def _encode_symbols(symbols: Any, freq: Any, starts: Any, room: Any) -> Any:
     state, at = np.uint32(_LOW), room.size
     for i in range(symbols.size - 1, -1, -1):
         f = np.uint32(freq[symbols[i]])
@@ -70,8 +69,7 @@ def _encode(symbols: Any, freq: Any, starts: Any, room: Any) -> Any:
     return at
 
 
-@_njit
-def _decode(data: Any, freq: Any, starts: Any, symbol_at: Any, out: Any) -> Any:
+def _decode_symbols(data: Any, freq: Any, starts: Any, symbol_at: Any, out: Any) -> Any:
     state, at = np.uint32(0), 0
     for _ in range(_STATE_BYTES):
         state = (state << np.uint32(8)) | np.uint32(data[at])
@@ -87,3 +85,8 @@ def _decode(data: Any, freq: Any, starts: Any, symbol_at: Any, out: Any) -> Any:
             state = (state << np.uint32(8)) | np.uint32(data[at])
             at += 1
     return at == data.size and state == np.uint32(_LOW)
+
+
+_njit: Any = numba.njit(nogil=True, cache=True)
+_encode: Any = _njit(_encode_symbols)
+_decode: Any = _njit(_decode_symbols)

@@ -168,7 +168,8 @@ def _steps(differences: np.ndarray, third: np.ndarray) -> np.ndarray:
     needed = np.abs(differences).max(axis=2) / _MOST
     steps = np.maximum(np.maximum(wanted, needed), np.float32(_SMALLEST))
     steps[~np.isfinite(steps)] = np.nan
-    return ((steps.view(np.uint32) >> 16) + 1).astype("<u2")
+    upper: np.ndarray = ((steps.view(np.uint32) >> 16) + 1).astype("<u2")
+    return upper
 
 
 def _wide(steps: np.ndarray) -> np.ndarray:

@@ -37,7 +37,8 @@ class Fp8:
         return codes
 
     def from_codes(self, codes: np.ndarray) -> np.ndarray:
-        return _value_of_code()[codes]
+        values: np.ndarray = _value_of_code()[codes]
+        return values
 
 
 @cache
