@@ -31,7 +31,9 @@ def frequencies(symbols: np.ndarray) -> np.ndarray:
 
 
 def encode(symbols: np.ndarray, freq: np.ndarray) -> bytes:
-    """symbols: uint8, flat. freq: as `frequencies` gives it, of these symbols."""
+    """symbols: uint8, flat. freq: as `frequencies` gives it; ValueError if a symbol has none."""
+    if np.bincount(symbols, minlength=256)[freq == 0].any():
+        raise ValueError("a symbol that comes has no frequency")
     room = np.empty(2 * symbols.size + _STATE_BYTES, dtype=np.uint8)
     start = _encode(symbols, freq, _starts(freq), room)
     return room[start:].tobytes()

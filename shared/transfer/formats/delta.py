@@ -22,7 +22,7 @@ from shared.state.components import StateComponent
 from shared.transfer.formats.block import Buffer, Damaged, Reader, check_values, is_lossy_input, seal, unseal
 
 STEPS = (0.25, 0.375, 0.5)
-"""A step in standard deviations of the differences, for the first, second and last third of the layers."""
+"""A step in spreads of the differences (_spread_of), for the first, second and last third of the layers."""
 GROUP_TOKENS = 16
 _THIRDS = len(STEPS)
 _SMALLEST = 1e-30
@@ -139,9 +139,16 @@ def _group_of(tokens: np.ndarray) -> tuple[int, np.ndarray]:
 
 def _spread_bits(differences: np.ndarray) -> float:
     """How many bits a number their spread costs, up to a constant."""
-    spread = differences.std(axis=2)
+    spread = _spread_of(np.abs(differences))
     known = spread[np.isfinite(spread)]
     return float(np.log2(np.maximum(known, _SMALLEST)).mean()) if known.size else 0.0
+
+
+def _spread_of(sizes: np.ndarray) -> np.ndarray:
+    """A standard deviation, of normal numbers, by their mean size: a prompt's first tokens are often far from all
+    others, and their squares would make the steps of all too coarse."""
+    spread: np.ndarray = sizes.mean(axis=2) * np.float32(1.2533)
+    return spread
 
 
 def _quantized(references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -164,8 +171,9 @@ def _spread(references: np.ndarray, group: int, num_tokens: int) -> np.ndarray:
 
 def _steps(differences: np.ndarray, third: np.ndarray) -> np.ndarray:
     """The upper 16 bits of float32 steps [layers, segments, width], rounded up so that `_MOST` steps reach all."""
-    wanted = differences.std(axis=2) * np.array(STEPS, dtype=np.float32)[third][:, None, None]
-    needed = np.abs(differences).max(axis=2) / _MOST
+    sizes = np.abs(differences)
+    wanted = _spread_of(sizes) * np.array(STEPS, dtype=np.float32)[third][:, None, None]
+    needed = sizes.max(axis=2) / _MOST
     steps = np.maximum(np.maximum(wanted, needed), np.float32(_SMALLEST))
     steps[~np.isfinite(steps)] = np.nan
     upper: np.ndarray = ((steps.view(np.uint32) >> 16) + 1).astype("<u2")

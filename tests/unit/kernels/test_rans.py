@@ -62,6 +62,11 @@ def test_frequencies_that_are_no_distribution_are_refused() -> None:
     assert not decoded(data, np.full(256, rans.TOTAL, dtype=np.int32), symbols.size)[0]
 
 
+def test_a_symbol_without_a_frequency_is_refused() -> None:
+    with pytest.raises(ValueError, match="no frequency"):
+        rans.encode(streams()[2], rans.frequencies(streams()[1]))
+
+
 def test_any_bytes_at_all_stay_inside() -> None:
     random = np.random.default_rng(6)
     for _ in range(300):
