@@ -123,10 +123,11 @@ def test_a_block_of_other_rows_or_another_format_is_damaged(name: str) -> None:
 
 
 def test_a_plane_that_claims_to_be_vast_allocates_nothing() -> None:
-    """A kilobyte that unpacks to 32 MiB, with and without saying so."""
+    """A kilobyte that unpacks to 32 MiB, with and without saying so, and a frame that claims a petabyte."""
     vast = bytes(32 << 20)
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(vast)
-    for plane in (zstandard.ZstdCompressor().compress(vast), silent):
+    liar = struct.pack("<IBQ", zstandard.MAGIC_NUMBER, 0xE0, 1 << 50) + b"\x01\0\0"
+    for plane in (zstandard.ZstdCompressor().compress(vast), silent, liar):
         payload = struct.pack("<BQ", 1, len(plane)) + plane
         with pytest.raises(Damaged, match="plane"):
             decode("lossless", forged(block("lossless"), payload))
