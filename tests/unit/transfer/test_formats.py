@@ -1,9 +1,12 @@
 """Every wire format: what comes out, how far it may be from what went in, and where it is written."""
 
+import struct
+
 import numpy as np
 import pytest
 
 from shared.state.components import StateComponent
+from shared.transfer.formats.block import HEADER_BYTES
 from shared.transfer.formats.catalog import LOSSINESS, available, format_for, format_named, lossiest, serves
 from tests.unit.transfer.formats_rows import FLOATS, RING, SLOTS, any_bits, kv, like_a_model, scattered
 
@@ -97,6 +100,8 @@ def test_delta_loses_at_most_half_a_step_of_its_channel(dtype: str, drifting: bo
     if drifting:
         tokens = np.arange(8 * component.unit_tokens).reshape(1, 8, 1, component.unit_tokens, 1)
         values = (values * 0.05 + tokens).astype(dtype)
+    (group,) = struct.unpack_from("<H", format_named("delta").encode(values, component), HEADER_BYTES)
+    assert group == (16 if drifting else 0)
     out = travelled("delta", values, component).astype(np.float32)
     exact = values.astype(np.float32)
     spread = exact.std(axis=(1, 3), keepdims=True)
@@ -107,6 +112,23 @@ def test_delta_loses_at_most_half_a_step_of_its_channel(dtype: str, drifting: bo
     assert error[4:].mean() > error[:2].mean() or drifting
     if drifting:
         assert error.max() < 0.51 * 0.5 * 1.2533 * np.arange(component.unit_tokens).mean() * 1.05
+
+
+def test_delta_reaches_what_is_far_from_all_others() -> None:
+    component = kv("float32")
+    values = like_a_model(component, units=16) * np.float32(0.001)
+    heights = np.random.default_rng(7).uniform(50, 100, size=(6, 4, 32)).astype(np.float32)
+    values[:, 0, :, 0] += heights
+    error = np.abs(travelled("delta", values, component) - values)
+    assert (error <= 0.51 * 1.01 * np.abs(heights)[:, None, :, None] / 127).all()
+
+
+def test_delta_hides_no_bad_number_among_good_anchors() -> None:
+    component = kv("float32")
+    tokens = np.arange(8 * component.unit_tokens, dtype=np.float32).reshape(1, 8, 1, component.unit_tokens, 1)
+    values = like_a_model(component, units=8) * np.float32(0.05) + tokens
+    values[2, 1, 3, 4, 5] = np.inf
+    assert np.isnan(travelled("delta", values, component)[2, :, 3, :, 5]).all()
 
 
 def test_delta_takes_coarser_steps_in_later_layers_wherever_the_block_begins() -> None:

@@ -133,6 +133,28 @@ def test_a_plane_that_claims_to_be_vast_allocates_nothing() -> None:
             decode("lossless", forged(block("lossless"), payload))
 
 
+def test_a_plane_packed_in_an_unknown_way_is_damaged() -> None:
+    payload = bytearray(block("lossless")[HEADER_BYTES:])
+    payload[0] = 2
+    with pytest.raises(Damaged, match="unknown way 2"):
+        decode("lossless", forged(block("lossless"), bytes(payload)))
+
+
+def test_thirds_that_are_not_the_layers_are_damaged() -> None:
+    payload = bytearray(block("delta")[HEADER_BYTES:])
+    struct.pack_into("<3H", payload, 2, 2, 2, 1)
+    with pytest.raises(Damaged, match="thirds"):
+        decode("delta", forged(block("delta"), bytes(payload)))
+
+
+@NAMES
+def test_a_sealed_block_that_lies_about_its_length_is_damaged(name: str) -> None:
+    data = block(name)
+    head, payload = data[:_LENGTH_AT] + struct.pack("<Q", len(data)), data[HEADER_BYTES:]
+    with pytest.raises(Damaged, match="came as"):
+        decode(name, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + payload)) + payload)
+
+
 def test_damage_is_what_a_spoiled_transfer_is() -> None:
     assert issubclass(Damaged, Corrupt)
     assert issubclass(Damaged, TransferError)
