@@ -147,6 +147,21 @@ def test_thirds_that_are_not_the_layers_are_damaged() -> None:
         decode("delta", forged(block("delta"), bytes(payload)))
 
 
+def test_tables_that_end_before_they_begin_are_damaged() -> None:
+    payload = bytearray(block("delta")[HEADER_BYTES:])
+    payload[8:10] = (200, 100)
+    with pytest.raises(Damaged, match="before it begins"):
+        decode("delta", forged(block("delta"), bytes(payload)))
+
+
+def test_streams_that_end_in_another_state_are_damaged() -> None:
+    payload = bytearray(block("delta")[HEADER_BYTES:])
+    layers, _, segments, _, width = ROWS.shape
+    payload[-(4 + 2 * width) * layers * segments - 1] ^= 1  # before the scales of one group, and the steps
+    with pytest.raises(Damaged, match="stream"):
+        decode("delta", forged(block("delta"), bytes(payload)))
+
+
 @NAMES
 def test_a_sealed_block_that_lies_about_its_length_is_damaged(name: str) -> None:
     data = block(name)
