@@ -35,7 +35,7 @@ import importlib.util as util, sys
 if sys.version_info < (3, 11):
     sys.exit("gpu_check: Python 3.11 or later is needed; name one by BATON_PYTHON")
 packages = {"numpy": "numpy", "numba": "numba", "pydantic": "pydantic", "pydantic_settings": "pydantic-settings",
-            "xxhash": "xxhash", "rich": "rich", "tokenizers": "tokenizers", "jinja2": "jinja2"}
+            "xxhash": "xxhash", "zstandard": "zstandard", "rich": "rich", "tokenizers": "tokenizers", "jinja2": "jinja2"}
 absent = [package for module, package in packages.items() if util.find_spec(module) is None]
 cuda = "13"
 if util.find_spec("torch") is None:
