@@ -120,8 +120,9 @@ def _runs(source: StateComponent, target: StateComponent, chunk: Chunk) -> tuple
 
 
 def _check_pool(state: ShardedState, rank: int, place: Place) -> None:
-    for wanted, found in zip(state.of_rank(rank), place.layout.components, strict=False):
-        if wanted != found:
-            raise GeometryMismatch(f"component {wanted.name}: the pool of rank {rank} has {found}, not {wanted}")
-    if len(place.layout.components) != len(state.components):
-        raise GeometryMismatch(f"the pool of rank {rank} has {len(place.layout.components)} components")
+    wanted, found = state.of_rank(rank), place.layout.components
+    if len(wanted) != len(found):
+        raise GeometryMismatch(f"the pool of rank {rank} has {len(found)} components, not {len(wanted)}")
+    for ours, theirs in zip(wanted, found, strict=True):
+        if ours != theirs:
+            raise GeometryMismatch(f"component {ours.name}: the pool of rank {rank} has {theirs}, not {ours}")

@@ -26,8 +26,8 @@ class Place:
     slot: int | None = None
 
     def offsets(self, index: int, held: range, heads: range, positions: Int64s) -> Int64s:
-        """[positions, segments] byte offset, in the component's first layer, of the row of each position in each segment
-        that belongs to `heads`, where the rank holds `held`. Raises GeometryMismatch where a unit is not there."""
+        """[positions, segments] byte offset in the pool, in the component's first layer, of the row of each position in
+        each segment of `heads`, where the rank holds `held`. Raises GeometryMismatch where a unit is not there."""
         component = self.layout.components[index]
         before, after = segments_around(component)
         ours = np.arange(heads.start - held.start, heads.stop - held.start)

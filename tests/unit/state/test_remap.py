@@ -127,8 +127,11 @@ def test_there_and_back_is_the_same_piece(case: Case) -> None:
 
 @given(cases())
 def test_each_byte_goes_once_and_in_as_few_spans_as_can_be(case: Case) -> None:
+    ways = routes(case.source, case.target)
+    pairs = {(way.source_rank, way.target_rank) for way in ways}
+    assert len(pairs) == len(ways), "two pieces of one chunk for one rank from one rank"
     arrived = [0] * case.target.tp_size
-    for route in routes(case.source, case.target):
+    for route in ways:
         source, target = case.sources[route.source_rank].place, case.targets[route.target_rank].place
         for chunk in case.chunks:
             size = route.num_bytes(chunk)
