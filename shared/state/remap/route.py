@@ -26,15 +26,22 @@ class Chunk:
     processed_len: int | None = None
     layers: frozenset[int] | None = None
 
+    def __post_init__(self) -> None:
+        for start, stop in self.tokens:
+            if not 0 <= start <= stop:
+                raise ValueError(f"positions {start} to {stop} are no run")
+        if self.processed_len is not None and self.processed_len < 0:
+            raise ValueError(f"nobody processes {self.processed_len} positions")
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One component's share in a chunk: the rows of `counts[k]` positions from `firsts[k]` on, for each k."""
+    """One component's share in a chunk: the rows of the positions in `runs`. unit_tokens: either side's."""
 
     index: int
     layers: tuple[int, ...]
-    firsts: Int64s
-    counts: Int64s
+    runs: tuple[tuple[int, int], ...]
+    unit_tokens: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Route:
         for part in self._parts(chunk):
             component = self.source.components[part.index]
             head_bytes = component.row_bytes // num_heads(component)
-            rows = int(part.counts.sum()) * len(part.layers)
+            rows = sum(stop - start for start, stop in part.runs) * len(part.layers)
             sizes[part.index] = rows * head_bytes * len(self.heads[part.index])
         return tuple(sizes)
 
@@ -81,14 +88,17 @@ class Route:
         found = [np.empty((0, len(sides) + 1), dtype=np.int64)]
         for part in self._parts(chunk):
             component, heads = self.source.components[part.index], self.heads[part.index]
+            indices = [state.index_of(component.name) for state, _, _ in sides]
+            for (_, _, place), index in zip(sides, indices, strict=True):
+                place.check_holds(index, part.runs)  # ahead of any array: a peer may have named the runs
+            firsts, counts = cut_at_units(part.runs, *part.unit_tokens)
             offsets, bases = [], []
-            for state, rank, place in sides:
-                index = state.index_of(component.name)
+            for (state, rank, place), index in zip(sides, indices, strict=True):
                 held = heads_held(num_heads(component), state.tp_size, rank)
-                offsets.append(place.offsets(index, held, heads, part.firsts))
+                offsets.append(place.offsets(index, held, heads, firsts))
                 bases.append(place.layer_offsets(index, part.layers))
             row_bytes = component.row_bytes // num_heads(component) * len(heads) // offsets[0].shape[1]
-            lengths = np.broadcast_to(part.counts[:, None] * row_bytes, offsets[0].shape)
+            lengths = np.broadcast_to(counts[:, None] * row_bytes, offsets[0].shape)
             one_layer = np.column_stack([array.ravel() for array in (*offsets, lengths)])
             found.append(on_every_layer(joined(one_layer), *bases))
         return joined(np.concatenate(found))
@@ -97,9 +107,9 @@ class Route:
         for index, (component, heads) in enumerate(zip(self.source.components, self.heads, strict=True)):
             theirs = self.target.components[self.target.index_of(component.name)]
             layers = tuple(k for k in component.layers if chunk.layers is None or k in chunk.layers)
-            firsts, counts = cut_at_units(_runs(component, theirs, chunk), component.unit_tokens, theirs.unit_tokens)
-            if heads and layers and len(firsts):
-                yield _Part(index, layers, firsts, counts)
+            runs = tuple(run for run in _runs(component, theirs, chunk) if run[0] < run[1])
+            if heads and layers and runs:
+                yield _Part(index, layers, runs, (component.unit_tokens, theirs.unit_tokens))
 
 
 def _runs(source: StateComponent, target: StateComponent, chunk: Chunk) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,7 @@ class Place:
 
     def offsets(self, index: int, held: range, heads: range, positions: Int64s) -> Int64s:
         """[positions, segments] byte offset in the pool, in the component's first layer, of the row of each position in
-        each segment of `heads`, where the rank holds `held`. Raises GeometryMismatch where a unit is not there."""
+        each segment of `heads`, where the rank holds `held`. The positions must have passed `check_holds`."""
         component = self.layout.components[index]
         before, after = segments_around(component)
         ours = np.arange(heads.start - held.start, heads.stop - held.start)
@@ -44,35 +44,39 @@ class Place:
         layer_bytes = component.unit_bytes * self.layout.units_of(component)
         return np.array([component.layers.index(layer) * layer_bytes for layer in layers], dtype=np.int64)
 
-    def _units(self, component: StateComponent, positions: Int64s) -> Int64s:
+    def check_holds(self, index: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Raises GeometryMismatch unless the request has units in the pool for all positions of non-empty `runs`."""
+        component = self.layout.components[index]
+        units: Sequence[int] = self.pages
         if component.index is IndexKind.PAGE:
-            pages = np.asarray(self.pages, dtype=np.int64)
-            wanted = positions // component.unit_tokens - self.first_page
-            if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(pages):
-                raise GeometryMismatch(
-                    f"component {component.name}: tokens {positions.min()} to {positions.max()} do not lie in the "
-                    f"{len(pages)} pages of {component.unit_tokens} tokens from page {self.first_page} on"
-                )
-            units = pages[wanted]
+            end = self.first_page + len(self.pages)
+            for start, stop in runs:
+                if not self.first_page * component.unit_tokens <= start < stop <= end * component.unit_tokens:
+                    raise GeometryMismatch(
+                        f"component {component.name}: tokens {start} to {stop} do not lie in pages {self.first_page} "
+                        f"to {end} of {component.unit_tokens} tokens"
+                    )
         elif self.slot is None:
             raise GeometryMismatch(f"component {component.name}: the request has no slot")
         else:
-            units = np.full_like(positions, self.slot)
+            units = (self.slot,)
         count = self.layout.units_of(component)
-        if units.size and not 0 <= units.min() <= units.max() < count:
+        if not 0 <= min(units) <= max(units) < count:
             raise GeometryMismatch(f"component {component.name}: a unit lies outside the pool of {count}")
-        return np.asarray(units, dtype=np.int64)
+
+    def _units(self, component: StateComponent, positions: Int64s) -> Int64s:
+        if component.index is IndexKind.PAGE:
+            pages = np.asarray(self.pages, dtype=np.int64)
+            return pages[positions // component.unit_tokens - self.first_page]
+        assert self.slot is not None
+        return np.full_like(positions, self.slot)
 
 
 def cut_at_units(runs: Sequence[tuple[int, int]], *unit_tokens: int) -> tuple[Int64s, Int64s]:
-    """(first position, number of positions) of the parts of half-open `runs` that no unit boundary crosses, whatever
+    """(first position, number of positions) of the parts of non-empty `runs` that no unit boundary crosses, whatever
     of `unit_tokens` the unit has."""
-    firsts, counts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    firsts, counts = [], []
     for start, stop in runs:
-        if not 0 <= start <= stop:
-            raise ValueError(f"positions {start} to {stop} are no run")
-        if start == stop:
-            continue
         edges = [np.arange((start // size + 1) * size, stop, size) for size in unit_tokens]
         cuts = np.unique(np.concatenate([[start], *edges, [stop]]).astype(np.int64))
         firsts.append(cuts[:-1])

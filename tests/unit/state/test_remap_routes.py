@@ -154,8 +154,8 @@ def test_a_group_that_cannot_be_is_refused(components: tuple[StateComponent, ...
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pages": (1, 2)}, "component latent: tokens 0 to 6 do not lie in the 2 pages of 3 tokens from page 0 on"),
-        ({"first_page": 1}, "component latent: tokens 0 to 6 do not lie in the 3 pages of 3 tokens from page 1 on"),
+        ({"pages": (1, 2)}, "component latent: tokens 5 to 7 do not lie in pages 0 to 2 of 3 tokens"),
+        ({"first_page": 1}, "component latent: tokens 0 to 5 do not lie in pages 1 to 4 of 3 tokens"),
         ({"pages": (1, 2, 5)}, "component latent: a unit lies outside the pool of 5"),
         ({"pages": (1, 2, -1)}, "component latent: a unit lies outside the pool of 5"),
         ({"slot": None}, "component window: the request has no slot"),
@@ -174,7 +174,32 @@ def test_a_place_outside_the_pool_is_refused(change: dict[str, object], message:
 
 
 def test_runs_are_cut_where_a_unit_of_either_side_ends() -> None:
-    firsts, counts = cut_at_units([(1, 7), (7, 7), (20, 22)], 4, 6)
+    firsts, counts = cut_at_units([(1, 7), (20, 22)], 4, 6)
     assert list(zip(firsts.tolist(), counts.tolist(), strict=True)) == [(1, 3), (4, 2), (6, 1), (20, 2)]
-    with pytest.raises(ValueError, match="positions 3 to 2 are no run"):
-        cut_at_units([(3, 2)], 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "processed_len", "message"),
+    [
+        (((3, 2),), None, "positions 3 to 2 are no run"),
+        (((-1, 2),), None, "positions -1 to 2 are no run"),
+        ((), -1, "nobody processes -1 positions"),
+    ],
+)
+def test_a_chunk_that_cannot_be_is_refused(
+    tokens: tuple[tuple[int, int], ...], processed_len: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Chunk(tokens, processed_len)
+
+
+def test_a_run_beyond_all_bounds_costs_nothing() -> None:
+    """A peer may name any: it is refused before an array of that length is made."""
+    cut = state(4, 1, 2)
+    (way,) = routes(cut, cut)
+    endless = Chunk(((0, 1 << 60),), 1 << 60)
+    assert way.num_bytes(endless) > 1 << 60
+    place = Place(PoolLayout(cut.components, 5, 2), (1, 2, 0), 0, 1)
+    for ask in (way.gather, way.scatter):
+        with pytest.raises(GeometryMismatch, match="component latent: tokens 0 to"):
+            ask(place, endless)
