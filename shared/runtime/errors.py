@@ -1,7 +1,7 @@
 """Every failure Baton knows, as one tree.
 
 BatonError
-  ProtocolError        the wire: StaleGeneration, IdentityMismatch, UnknownRoom, DeadRoom
+  ProtocolError        the wire: StaleGeneration, IdentityMismatch, GeometryMismatch, UnknownRoom, DeadRoom
   CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker, ShuttingDown
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
   EngineError          compute failed
@@ -46,6 +46,12 @@ class IdentityMismatch(ProtocolError):
     """Two workers hold different weights, formats or tokenizers and refuse each other."""
 
     code = "identity_mismatch"
+
+
+class GeometryMismatch(ProtocolError):
+    """Two workers cut their state in ways that cannot be converted into each other."""
+
+    code = "geometry_mismatch"
 
 
 class UnknownRoom(ProtocolError):
