@@ -123,7 +123,8 @@ class Rival:
 def baton(directory: Path, threads: int, formats: Mapping[str, str], logs: Path) -> Rival:
     name = "-".join(["baton", *(f"{key}-{value}" for key, value in formats.items())])
     chosen = [f"{key}={value}" for key, value in formats.items()]
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "1000"}  # as `baton up` has it
+    spins = "1000" if threads > 1 else "0"  # as `baton up` has it where there is a core for each thread
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": spins}
     argv = [sys.executable, "-m", "benchmarks.peers.baton_engine", str(directory), str(threads), *chosen]
     return Rival(name, argv, logs / f"{name}.log", {"PYTHONPATH": str(REPO)} | waiting)
 

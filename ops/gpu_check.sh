@@ -55,7 +55,7 @@ EOF
 wanted=$(missing "$python") || exit 2
 if [ -n "$wanted" ] && [ "${BATON_INSTALL:-1}" != 0 ]; then
     echo "gpu_check: missing: $wanted; installing into .baton/gpu-venv"
-    [ -x .baton/gpu-venv/bin/python ] || "$python" -m venv --system-site-packages .baton/gpu-venv || exit 2
+    [ -x .baton/gpu-venv/bin/python ] || timeout "$(left)" "$python" -m venv --system-site-packages .baton/gpu-venv || exit 2
     base=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     python=.baton/gpu-venv/bin/python
     # A virtual environment on another one sees the first one's base only; this names its packages too.
@@ -66,7 +66,7 @@ if [ -n "$wanted" ] && [ "${BATON_INSTALL:-1}" != 0 ]; then
         # A torch for CPUs would satisfy pip.
         if [ "$package" = torch ]; then again=--ignore-installed; fi
         # shellcheck disable=SC2086
-        timeout "$(left)" "$python" -m pip install --quiet --disable-pip-version-check $again ${PIP_FLAGS:-} \
+        timeout --kill-after=5 "$(left)" "$python" -m pip install --quiet --disable-pip-version-check $again ${PIP_FLAGS:-} \
             -c ops/constraints.txt "$package" || echo "gpu_check: $package could not be installed" >&2
     done
     wanted=$(missing "$python") || exit 2
@@ -76,7 +76,7 @@ if [ -n "$wanted" ]; then
     echo "gpu_check: torch must be a build for CUDA; PIP_FLAGS names an index, BATON_PYTHON a Python that has them" >&2
     exit 2
 fi
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if ! timeout --kill-after=5 "$(left)" "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_check: torch is built for CUDA and finds no GPU: is there a driver (nvidia-smi)?" >&2
     exit 2
 fi
@@ -88,7 +88,7 @@ if [ "$seconds" -lt 60 ]; then
 fi
 status=0
 timeout --kill-after=5 "$seconds" "$python" -m benchmarks.gpu_check --started "$started" "$@" || status=$?
-if [ "$status" -ge 124 ]; then
+if [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then
     echo "gpu_check: stopped after $budget s; benchmarks/results/gpu.json has what was measured until then" >&2
     exit 2
 fi

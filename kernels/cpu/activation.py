@@ -13,7 +13,7 @@ SERIAL_ROWS = 8
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LOWEST = np.float32(-86)
-"""Below it `exp2` knows no smaller power, and the sigmoid is taken for 0."""
+"""From there down `exp2` knows no smaller power, and the sigmoid is taken for 0."""
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Tensors must be plain (no autograd) and on the CPU. Compiled kernels are cached on disk, in `NUMBA_CACHE_DIR`
 where set, else beside the source. Threads wait passively only where `OMP_WAIT_POLICY=passive` was set before
-torch was imported; without it a step on a busy machine costs tens of milliseconds a kernel.
+torch was imported, and `GOMP_SPINCOUNT` is not; else a step on a busy machine costs tens of milliseconds a kernel.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """How compiled kernels run: which threading layer, how many threads, and one at a time.
 
 The OpenMP layer comes first: in the container images it is torch's own libgomp, so both use one pool of threads;
-elsewhere numba may load the system's beside it, which is a second pool with the same passive waits. Where OpenMP
+elsewhere numba may load the system's beside it, which is a second pool that waits alike. Where OpenMP
 cannot load, numba falls back to other layers, of which `workqueue` crashes when two threads enter at once; the lock
 makes each safe. A process has one compute thread, so the lock is free.
 """

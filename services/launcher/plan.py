@@ -14,8 +14,8 @@ from shared.runtime.settings import PREFIX, ROLES, ConfigError, GatewaySettings,
 
 WORKER_ROLES = ("prefill", "decode")
 _SPINS = {"GOMP_SPINCOUNT": "1000"}
-"""How long a compute thread waits awake between two kernels, some 20 us. Where cores are shared it must sleep at once:
-it would wait on the core that the one it waits for needs."""
+"""How long a compute thread waits awake between two kernels: some 20 us. Where there are more threads than cores it
+must sleep at once, as it would wait on the core that the one it waits for needs."""
 
 Command = Callable[[str], tuple[str, ...]]
 """role -> the command that runs one process of it."""
@@ -149,7 +149,8 @@ def plan_processes(
         except ConfigError as error:
             raise LaunchError(str(error)) from error
         specs.append(ProcessSpec(name, role, command(role), env, settings.shutdown_timeout_s + 5.0))
-    if sum(threads.values()) > host_cores() or _SPINS.keys() & os.environ.keys():
+    chosen_otherwise = "GOMP_SPINCOUNT" in os.environ or os.environ.get("OMP_WAIT_POLICY", "PASSIVE") != "PASSIVE"
+    if sum(threads.values()) > host_cores() or chosen_otherwise:
         return specs
     return [replace(spec, env={**spec.env, **_SPINS}) if threads.get(spec.name, 1) > 1 else spec for spec in specs]
 

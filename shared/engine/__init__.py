@@ -2,6 +2,7 @@
 
 OpenMP reads its wait policy when torch is first imported. Its default, spinning, lets the idle threads of one worker
 take the cores of the others; so it is set here, ahead of every import of torch, unless the environment says otherwise.
+The launcher adds `GOMP_SPINCOUNT`, which goes before it, where there are cores for all threads.
 """
 
 import os

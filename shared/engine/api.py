@@ -166,8 +166,8 @@ class Engine(Protocol):
         """Seconds since a step finished while work was waiting; 0 when idle. Feeds /health."""
 
     async def run(self) -> None:
-        """Computes steps until `close`: the vital task of whoever owns the engine. What it raises is a bug, or its
-        cancellation; a failing step fails the step's groups and no more."""
+        """Computes steps until `close`: the vital task of whoever owns the engine. What it raises is a bug, a
+        lost GPU, or its cancellation; any other failing step fails the step's groups and no more."""
 
     async def close(self) -> None:
         """Returns when no step is under way and none will be. Groups then hold nothing that anybody computes in."""

@@ -47,10 +47,16 @@ class ThreadExecutor:
         self._pool.shutdown(wait=True)
 
 
+_OF_A_GPU = ("AcceleratorError", "CUDARuntimeError", "CUDADriverError")
+"""torch's, and CuPy's two."""
+_PASSING = {1, 2, 9, 98, 209, 701}
+"""Codes of CUDA errors that concern one call only: values, memory, sizes of launches, kernels that are not there."""
+
+
 def device_is_lost(error: Exception) -> bool:
-    """Whether a GPU's context is gone with this error: it would answer every later call with the same one. Too little
-    memory is another kind of error, and passes."""
-    return isinstance(error, torch.AcceleratorError) or type(error).__name__ == "CUDARuntimeError"  # CuPy's
+    """Whether a GPU's context is gone with this error, so that it answers every later call with the same one."""
+    code = getattr(error, "error_code", getattr(error, "status", None))
+    return type(error).__name__ in _OF_A_GPU and code not in _PASSING
 
 
 class InlineExecutor:

@@ -175,8 +175,9 @@ class Watch:
         elif cause.by in ("prefill", "decode") and cause.by != worker.role:
             peer = ticket.order.prefill if cause.by == "prefill" else ticket.order.decode
             fair = key in self._ended[cause.by] or peer in self._dead_at
-            # Not found there: silence does not say which of the two cannot be heard.
-            fair |= cause.code == "peer_lost" and self._was_disturbed(worker.name, peer.rpartition("-")[0])
+            fair |= cause.code == "peer_lost" and self._was_disturbed(peer.rpartition("-")[0])  # not found there
+            # P goes by silence, which does not say which of the two cannot be heard; D by the bus, which knows.
+            fair |= "does not answer" in cause.message and self._was_disturbed(worker.name)
         elif cause.by == "link" and worker.role != "prefill":  # only who sends finds that out
             fair = key in self._ended["prefill"] or ticket.order.prefill in self._dead_at
         else:

@@ -60,9 +60,10 @@ def _spinning(monkeypatch: pytest.MonkeyPatch, *sets: str, num_decode: int = 1) 
 
 def test_threads_wait_awake_only_where_no_core_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert _spinning(monkeypatch) == {"prefill-0", "decode-0"}
     assert _spinning(monkeypatch, "prefill.threads=3") == set()
     assert _spinning(monkeypatch, "decode.threads=3", "prefill.threads=1") == {"decode-0"}
     assert _spinning(monkeypatch, num_decode=4) == set()
-    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert _spinning(monkeypatch) == set()

@@ -24,6 +24,8 @@ def load_model(
     they are kept in (None: the default of the device and the family), other than float32 on a CPU in float32 only.
     kv_dtype: what the state is kept in: float32, float16 or fp8. All three are part of the identity. Raises
     InvalidModel, or ConfigError where this cannot be had."""
+    import torch
+
     if str(prepared_dir) == TOY and not prepared_dir.exists():
         return _toy(device)
     check_device(device)
@@ -32,16 +34,14 @@ def load_model(
     loader = _LOADERS.get(prepared.config.architecture)
     if loader is None:
         raise InvalidModel(f"{prepared_dir}: the architecture {prepared.config.architecture!r} is not supported")
-    import torch
-
     family = prepared.config.architecture
     chosen = weights or default_weights(device, dtype, family)
     try:
         return loader(prepared, device, dtype, chosen, kv_dtype)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"device: {device} has too little memory for the weights of {prepared.name} in {dtype}; "
-            "take another GPU, a smaller model, or dtype bfloat16"
+            f"device: {device} has too little memory for the weights of {prepared.name} in {dtype}; take a larger GPU, "
+            f"a smaller model{' or dtype bfloat16' if dtype == 'float32' else ''}"
         ) from error
 
 

@@ -100,11 +100,15 @@ async def test_progress_age_rises_only_while_a_step_hangs() -> None:
         assert bench.engine.last_progress_age_s == 0.0
 
 
-class CUDARuntimeError(RuntimeError):
-    """As CuPy names its own."""
+class CUDADriverError(RuntimeError):
+    """As CuPy names its own, which launches our kernels."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-@pytest.mark.parametrize("error", [torch.AcceleratorError("illegal address"), CUDARuntimeError("illegal address")])
+@pytest.mark.parametrize("error", [torch.AcceleratorError("illegal address"), CUDADriverError("illegal address", 700)])
 async def test_a_lost_gpu_ends_the_engine_once_all_are_told(error: Exception) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await _until_it_ends(BrokenFor(250, error))
@@ -119,8 +123,9 @@ async def _until_it_ends(model: Toy) -> None:
         await asyncio.Event().wait()
 
 
-async def test_memory_that_is_too_small_fails_one_step_only() -> None:
-    async with running(model=BrokenFor(250, torch.OutOfMemoryError("no memory"))) as bench, asyncio.timeout(10):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), CUDADriverError("no memory", 2)])
+async def test_memory_that_is_too_small_fails_one_step_only(error: Exception) -> None:
+    async with running(model=BrokenFor(250, error)) as bench, asyncio.timeout(10):
         bench.engine.reserve(OTHER, (1, 250, 3), GREEDY, decodes=False)
         with pytest.raises(EngineError, match="no memory"):
             await anext(aiter(bench.engine.prefill(OTHER)))
