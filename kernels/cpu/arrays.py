@@ -1,5 +1,5 @@
-"""Tensors as kernels take them, without what torch asks for each look at one: some 2 us, so that such looks were a tenth
-of a step of one row."""
+"""Tensors as kernels take them, without what torch asks for each look at one: some 2 us, so that such looks
+were a tenth of a step of one row."""
 
 from typing import Any
 

@@ -9,7 +9,6 @@ from kernels.cpu.attention_prefill import prefill
 from kernels.cpu.kv_rows import as_rows
 from kernels.reference import ReferenceOps
 
-
 _tables, _starts, _lens = Last(), Last(), Last()
 
 

@@ -6,7 +6,7 @@ strides.
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray, prange  # type: ignore[attr-defined]
 
 from kernels.cpu.arrays import Last, floats_at
 from kernels.cpu.kv_rows import as_rows, load, store, store_scale
