@@ -202,7 +202,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--cell-seconds", type=float, default=8.0, help="of one place of the map (default: %(default)s)"
     )
-    parser.add_argument("--minutes", type=float, default=14.0, help="no round begins that would take it beyond that")
+    parser.add_argument("--minutes", type=float, default=20.0, help="no round begins that would take it beyond that")
     return parser.parse_args()
 
 

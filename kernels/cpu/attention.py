@@ -3,10 +3,13 @@
 import numpy as np
 import torch
 
+from kernels.cpu.arrays import Last
 from kernels.cpu.attention_decode import decode
 from kernels.cpu.attention_prefill import prefill
 from kernels.cpu.kv_rows import as_rows
 from kernels.reference import ReferenceOps
+
+_tables, _starts, _lens = Last(), Last(), Last()
 
 
 def paged_attention(
@@ -22,8 +25,8 @@ def paged_attention(
         return ReferenceOps().paged_attention(q, kv_layer, block_tables, query_start, context_lens, scale)
     q = q.contiguous()
     out = np.empty(q.shape, np.float32)
-    starts = query_start.numpy()
-    arguments = (q.numpy(), rows, block_tables.numpy(), starts, context_lens.numpy(), np.float32(scale), out)
+    starts = _starts(query_start)
+    arguments = (q.numpy(), rows, _tables(block_tables), starts, _lens(context_lens), np.float32(scale), out)
     num_threads = torch.get_num_threads()
     only_decodes = len(starts) - 1 == len(q)
     if only_decodes or (np.diff(starts) == 1).any():

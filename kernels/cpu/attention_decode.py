@@ -27,6 +27,7 @@ from kernels.cpu.vector import LANES, add, add_product, exp2, larger, largest, s
 _LOG2_E = np.float32(1.4426950408889634)
 _LINE_BYTES = 64
 _WIDE = 4 * LANES
+_MERGED_ALONE = 16
 
 
 @inlined
@@ -185,6 +186,15 @@ def _merge(acc: np.ndarray, stats: np.ndarray, out: np.ndarray) -> None:
                 target[d] += weight * part[d]
 
 
+@inlined
+def _merge_one(
+    s: int, first_span: np.ndarray, acc: np.ndarray, stats: np.ndarray, query_start: np.ndarray, out: np.ndarray
+) -> None:
+    spans = slice(first_span[s], first_span[s + 1])
+    if first_span[s + 1] > first_span[s]:
+        _merge(acc[spans], stats[spans], out[query_start[s]])
+
+
 @compiled
 def decode(
     q: np.ndarray, kv_layer: np.ndarray, block_tables: np.ndarray, query_start: np.ndarray, context_lens: np.ndarray,
@@ -230,7 +240,10 @@ def decode(
             query = (q[query_start[s], heads] * factor).reshape(-1)
             found, statistics = acc[span, heads].reshape(-1), stats[span, heads].reshape(-1)
             _span(query, group, kv_layer, kv, block_tables[s], part * part_heads, begin, end, found, statistics)
-    for s in prange(num_sequences):
-        spans = slice(first_span[s], first_span[s + 1])
-        if first_span[s + 1] > first_span[s]:
-            _merge(acc[spans], stats[spans], out[query_start[s]])
+    # Waking the other threads once more would cost more than merging few.
+    num_merged = min(num_sequences, _MERGED_ALONE)
+    for s in range(num_merged):
+        _merge_one(s, first_span, acc, stats, query_start, out)
+    if num_sequences > num_merged:
+        for s in prange(num_merged, num_sequences):
+            _merge_one(s, first_span, acc, stats, query_start, out)

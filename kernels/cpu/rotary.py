@@ -6,8 +6,9 @@ strides.
 
 import numpy as np
 import torch
-from numba import prange
+from numba import carray, prange  # type: ignore[attr-defined]
 
+from kernels.cpu.arrays import Last, floats_at
 from kernels.cpu.kv_rows import as_rows, load, store, store_scale
 from kernels.cpu.threads import compiled, inlined
 from kernels.cpu.vector import LANES, add_product, larger, largest, multiply, splat, subtract, total, zeros
@@ -27,37 +28,39 @@ def rotary_and_store(
     query_start: torch.Tensor,
 ) -> torch.Tensor:
     rows = as_rows(kv_layer, q.shape[2])
-    if rows is None or any(x.dtype != torch.float32 for x in (q, k, v, cos_sin)):
+    if rows is None or not q.dtype == k.dtype == v.dtype == cos_sin.dtype == torch.float32:
         return ReferenceOps().rotary_and_store(
             q, k, v, cos_sin, positions, kv_layer, block_tables, query_start
         )  # fmt: skip
-    out, turned = np.empty(q.shape, np.float32), np.empty(k.shape, np.float32)
-    (flat_q, stride_q), (flat_k, stride_k), (flat_v, stride_v) = _flat(q), _flat(k), _flat(v)
-    run = _rotate_and_store.serial if len(q) <= SERIAL_TOKENS else _rotate_and_store
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    out = np.empty((num_tokens, num_heads, head_dim), np.float32)
+    turned = np.empty((num_tokens, num_kv_heads, head_dim), np.float32)
+    q, k, v = _heads_adjacent(q), _heads_adjacent(k), _heads_adjacent(v)
+    run = _rotate_and_store.serial if num_tokens <= SERIAL_TOKENS else _rotate_and_store
     run(
-        flat_q, stride_q, flat_k, stride_k, flat_v, stride_v, cos_sin.contiguous().numpy(), positions.numpy(),
-        rows, block_tables.numpy(), query_start.numpy(), turned, out,
+        q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), _cos_sin(cos_sin),
+        _positions(positions), rows, _tables(block_tables), _starts(query_start), turned, out,
     )  # fmt: skip
     return torch.from_numpy(out)
 
 
-def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The memory that x [T, H, D] spans, and the distance of its tokens; copies where heads are not
-    adjacent."""
-    num_tokens, num_heads, head_dim = x.shape
-    if x.stride(2) != 1 or x.stride(1) != head_dim:
-        x = x.contiguous()
-    stride = x.stride(0)
-    return x.as_strided(((num_tokens - 1) * stride + num_heads * head_dim,), (1,)).numpy(), stride
+_cos_sin, _positions, _tables, _starts = Last(), Last(), Last(), Last()
+
+
+def _heads_adjacent(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] with each token's values in one piece, wherever its tokens lie."""
+    _, head_stride, stride = x.stride()
+    return x if stride == 1 and head_stride == x.shape[2] else x.contiguous()
 
 
 @compiled
 def _rotate_and_store(
-    q: np.ndarray,
+    q_at: int,
     stride_q: int,
-    k: np.ndarray,
+    k_at: int,
     stride_k: int,
-    v: np.ndarray,
+    v_at: int,
     stride_v: int,
     cos_sin: np.ndarray,
     positions: np.ndarray,
@@ -67,9 +70,13 @@ def _rotate_and_store(
     turned: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """turned [T, Hkv, D]: room for the rotated keys before they are narrowed."""
+    """q_at and the like: where tokens' values begin in memory, `stride` values apart. turned [T, Hkv, D]: room for the
+    rotated keys before they are narrowed."""
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, page_tokens = kv_layer.shape[2], kv_layer.shape[3]
+    q = carray(floats_at(q_at), ((num_tokens - 1) * stride_q + num_heads * head_dim,))
+    k = carray(floats_at(k_at), ((num_tokens - 1) * stride_k + num_kv_heads * head_dim,))
+    v = carray(floats_at(v_at), ((num_tokens - 1) * stride_v + num_kv_heads * head_dim,))
     half = head_dim // 2
     row_size = kv_layer.shape[4]
     side_size = num_kv_heads * page_tokens * row_size

@@ -106,7 +106,7 @@ class DenseDecoder:
         """x [T, H] -> [T, H]; writes the new positions' keys and values to kv [P, 2, Hkv, B, row]."""
         ops, n = self._ops, self._numbers
         heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, n.head_dim)  # [T, Hq + 2 Hkv, D]
-        q, k, v = torch.split(heads, [n.num_heads, n.num_kv_heads, n.num_kv_heads], dim=1)
+        q, k, v = heads.split_with_sizes((n.num_heads, n.num_kv_heads, n.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._each_head_normed(q, layer.q_norm), self._each_head_normed(k, layer.k_norm)
         tables, starts = batch.block_tables, batch.query_start
