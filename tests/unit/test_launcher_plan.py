@@ -67,3 +67,6 @@ def test_threads_wait_awake_only_where_no_core_is_shared(monkeypatch: pytest.Mon
     assert _spinning(monkeypatch, num_decode=4) == set()
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert _spinning(monkeypatch) == set()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    assert _spinning(monkeypatch) == set()
