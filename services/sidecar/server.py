@@ -31,10 +31,11 @@ from shared.transfer.control import (
     Reply,
     Send,
     digests_of,
+    first_frame,
     frame,
     from_worker,
-    read_frame,
 )
+from shared.transfer.control_socket import ControlSocket
 from shared.transfer.door import Door
 from shared.transfer.kernels import load_kernels
 from shared.transfer.link import TicketKey
@@ -53,26 +54,23 @@ async def run(settings: SidecarProcessSettings) -> None:
     first, fds, _, _ = socket.recv_fds(control, len(POOL_BYTE), 1)
     if first != POOL_BYTE or not fds:
         raise ControlError("the worker's first byte carries the pool")
-    reader, writer = await asyncio.open_unix_connection(sock=control)
-    body = await read_frame(reader)
+    body = first_frame(control)
     attach = from_worker(body) if body is not None else None
     if not isinstance(attach, Attach):
         raise ControlError("the worker says first what its pool looks like")
-    sidecar = Sidecar(settings, fds[0], attach, writer)
+    sidecar = Sidecar(settings, fds[0], attach)
     try:
-        await sidecar.serve(reader)
+        await sidecar.serve(control)
     finally:
         await sidecar.close()
-        writer.close()
 
 
 class Sidecar:
     """Owns the pool's descriptor."""
 
-    def __init__(
-        self, settings: SidecarProcessSettings, pool_fd: int, attach: Attach, writer: asyncio.StreamWriter
-    ) -> None:
-        self._settings, self._writer = settings, writer
+    def __init__(self, settings: SidecarProcessSettings, pool_fd: int, attach: Attach) -> None:
+        self._settings = settings
+        self._control: ControlSocket | None = None
         self._loop = asyncio.get_running_loop()
         self._boot_id, self._host = new_boot_id(), socket.gethostname()
         self._pool_fd = pool_fd
@@ -87,21 +85,30 @@ class Sidecar:
         self.address = self._describe()
         self._outbox = Outbox(attach.layout, self._backends, self._on_moving)
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Returns when the worker closed the control socket."""
+    async def serve(self, control: socket.socket) -> None:
+        """Returns when the worker closed the control socket, which belongs to the sidecar from now on."""
+        ended: asyncio.Future[Exception | None] = self._loop.create_future()
         async with TaskOwner() as tasks:
             if self._settings.nats_url:
                 tasks.spawn(self._report(), "reports")
             tasks.spawn(self._compile(), "kernels")
-            self._tell(Ready(address=self.address))
-            while (body := await read_frame(reader)) is not None:
+
+            def on_frame(body: bytes) -> None:
                 message = from_worker(body)
                 if isinstance(message, Attach):
                     raise ControlError("a worker attaches once")
                 tasks.spawn(self._answer(message), message.kind)
 
+            self._control = ControlSocket(control, on_frame, lambda error: ended.done() or ended.set_result(error))
+            self._tell(Ready(address=self.address))
+            error = await ended
+            if error is not None:
+                raise error
+
     async def close(self) -> None:
         """Ends every transfer, both ways."""
+        if self._control is not None:
+            self._control.close()
         await self._outbox.close()
         for backend in self._backends:
             await asyncio.to_thread(backend.close)
@@ -199,8 +206,7 @@ class Sidecar:
         await quiesced.wait()
 
     def _on_first_bytes(self, key: TicketKey, backend: str) -> None:
-        moving = Moving(room=key.room, generation=key.generation, backend=backend, receiving=True)
-        self._on_loop(lambda: self._tell(moving))
+        self._tell(Moving(room=key.room, generation=key.generation, backend=backend, receiving=True))
 
     def _on_moving(self, key: TicketKey, backend: str) -> None:
         self._tell(Moving(room=key.room, generation=key.generation, backend=backend, receiving=False))
@@ -211,5 +217,6 @@ class Sidecar:
             self._loop.call_soon_threadsafe(call)
 
     def _tell(self, message: Ready | Reply | Moving) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(frame(message))
+        """From any thread."""
+        if self._control is not None:
+            self._control.send(frame(message))

@@ -20,6 +20,8 @@ from shared.transfer.link import Piece, Receipt, TicketKey
 
 _PER_PEER = 2
 _MAX_THREADS = 16
+_AT_ONCE_S = 0.0002
+"""How long the loop itself waits for a small transfer, before a thread does."""
 _IDLE_S = 5.0
 """How long a channel that nobody uses stays open for the next hand-off to the same peer."""
 T = TypeVar("T")
@@ -132,7 +134,7 @@ class Outbox:
             self._on_moving(manifest.key, backend.name)
         ticket.channel = channel
         try:
-            digests = await self._in_thread(lambda: channel.transfer(manifest, event), channel.abort)
+            digests = await self._move(channel, manifest, event)
         finally:
             ticket.channel = None
             ticket.still.set()
@@ -142,6 +144,13 @@ class Outbox:
             for piece in manifest.pieces
         )
         return digests
+
+    async def _move(self, channel: Channel, manifest: Manifest, event: Event) -> Digests:
+        begun = channel.begin(manifest) if event.wait(0) else None
+        if begun is None:
+            return await self._in_thread(lambda: channel.transfer(manifest, event), channel.abort)
+        found = begun.poll(_AT_ONCE_S)
+        return await self._in_thread(begun.finish, channel.abort) if found is None else found
 
     def _keep(self, peer: _Peer, entry: tuple[Backend, Channel]) -> None:
         """Leaves a channel open for a while: a connection costs more than a small hand-off."""

@@ -8,16 +8,20 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
+
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost
+from shared.runtime.errors import PeerLost, TransferError
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, greeting
-from shared.transfer.pool import Pool, Run
+from shared.transfer.pool import Pool, Run, room_for_digests
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
 from shared.transfer.wire import Connection, Header
 
 _BACKLOG = 64
+_AT_ONCE_BYTES = 256 * 1024
 
 
 class ShmBackend:
@@ -59,7 +63,7 @@ class ShmBackend:
             raise PeerLost(f"no sidecar answers at {peer.socket}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
         nonce = introduce(connection, peer.boot_id, self._pool.layout, self._readable)
-        return _ShmChannel(connection, nonce, self._pool)
+        return _ShmChannel(connection, nonce, self._pool, self._faults)
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)
@@ -95,50 +99,95 @@ class _ShmMover:
                 raise Refused("bad_source", "the sender's pool has no such units")
 
     def stop(self) -> None:
-        """The copy looks at `stopped` before each layer, and a copy never blocks."""
+        """The copy looks at `stopped` after each burst, and a copy never blocks."""
 
     def land(self, grant: Grant) -> Digests:
         digests: Digests = []
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
             theirs = Run(piece.component, piece.units, piece.rows_in_last)
-            layers = []
-            for layer in range(piece.num_layers):
+            found = room_for_digests(run, range(piece.num_layers))
+            for layers in self._parts(piece.num_layers):
                 if grant.stopped.wait(self._faults.delay_s) if self._faults.delay_s else grant.stopped.is_set():
                     return digests
-                found = self._pool.copy_from(self._source, theirs, run, layer)
-                if self._faults.corrupt and layer == 0:
-                    self._pool.flip_byte(run, layer)
-                    found = self._pool.digests(run, layer)
-                layers.append(found)
-            digests.append(layers)
+                into = None if self._faults.undigested else found[layers.start : layers.stop]
+                for _ in self._pool.copying(self._source, theirs, run, layers, into):
+                    if grant.stopped.is_set():
+                        return digests
+                if self._faults.corrupt and layers.start == 0:
+                    self._pool.flip_byte(run, 0)
+                    found[0] = self._pool.digests(run, 0)
+            digests.append(list(found))
         return digests
+
+    def _parts(self, num_layers: int) -> list[range]:
+        """All layers in one go, unless there is a pause between them."""
+        if self._faults.delay_s:
+            return [range(layer, layer + 1) for layer in range(num_layers)]
+        return [range(num_layers)]
 
 
 class _ShmChannel:
-    def __init__(self, connection: Connection, nonce: bytes, pool: Pool) -> None:
-        self._connection, self._nonce, self._pool = connection, nonce, pool
+    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
+        self.connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
         self._sequence = 0
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
         runs = runs_of(self._pool, manifest)
         wait_for(event, lambda: self._aborted)
+        return self._begin(manifest, runs).finish()
+
+    def begin(self, manifest: Manifest) -> "_Begun | None":
+        components = self._pool.layout.components
+        pieces = [piece for piece in manifest.pieces if 0 <= piece.component < len(components)]
+        sizes = (payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in pieces)
+        if sum(sizes) > _AT_ONCE_BYTES:
+            return None
+        return self._begin(manifest, runs_of(self._pool, manifest))
+
+    def _begin(self, manifest: Manifest, runs: list[Run]) -> "_Begun":
         frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=True)
         self._sequence += 1
-        self._connection.send_frame(frame)
-        # While the peer copies.
-        digests = [
-            [self._pool.digests(run, layer) for layer in range(self._pool.num_layers(run.component))] for run in runs
-        ]
-        expect_ok(self._connection)
-        return digests
+        self.connection.send_frame(frame)
+        return _Begun(self, runs)
+
+    def digests(self, run: Run) -> list[np.ndarray]:
+        """In bursts, until the transfer is aborted."""
+        layers = range(self._pool.num_layers(run.component))
+        found = room_for_digests(run, layers)
+        for _ in () if self._faults.undigested else self._pool.digesting(run, layers, found):
+            if self._aborted:
+                raise TransferError("aborted")
+        return list(found)
 
     def abort(self) -> None:
         self._aborted = True
-        self._connection.abort()
+        self.connection.abort()
 
     def is_idle(self) -> bool:
-        return self._connection.is_idle()
+        return self.connection.is_idle()
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
+
+
+class _Begun:
+    """The peer copies; meanwhile the source is digested here."""
+
+    def __init__(self, channel: _ShmChannel, runs: list[Run]) -> None:
+        self._channel, self._runs = channel, runs
+        self._found: Digests | None = None
+
+    def poll(self, wait_s: float) -> Digests | None:
+        self._digest()
+        return self.finish() if self._channel.connection.wait_awake(wait_s) else None
+
+    def finish(self) -> Digests:
+        found = self._digest()
+        expect_ok(self._channel.connection)
+        return found
+
+    def _digest(self) -> Digests:
+        if self._found is None:
+            self._found = [self._channel.digests(run) for run in self._runs]
+        return self._found

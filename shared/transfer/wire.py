@@ -12,14 +12,16 @@ The order of bytes: piece after piece, layer after layer, logical unit after uni
 """
 
 import hmac
+import os
 import socket
 import struct
+import time
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.protocol.messages import Generation, Room, WireModel
-from shared.protocol.packing import PackedBytes
+from shared.protocol.packing import PackedBytes, PackedUnits
 from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
 
@@ -52,7 +54,7 @@ class WirePiece(BaseModel):
     first_unit: int
     num_units: int
     rows_in_last: int
-    units: tuple[int, ...] = ()
+    units: PackedUnits = ()
 
 
 class Header(WireModel):
@@ -122,6 +124,15 @@ class Connection:
         except OSError:
             return False
         return False
+
+    def wait_awake(self, wait_s: float) -> bool:
+        """Whether the peer says something, or leaves, within `wait_s`: for what comes sooner than a thread wakes."""
+        deadline = time.perf_counter() + wait_s
+        while self.is_idle():
+            if time.perf_counter() > deadline:
+                return False
+            os.sched_yield()
+        return True
 
     def send(self, message: BaseModel, prefix: bytes = b"", fd: int | None = None) -> None:
         self.send_frame(prefix + message.model_dump_json().encode(), fd)

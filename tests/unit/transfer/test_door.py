@@ -46,7 +46,7 @@ def knock(door: Door, *pieces: WirePiece, key: TicketKey = KEY, stop: Bell | Non
 
 def test_a_grant_names_the_receivers_own_units(door: Door, announced: list[TicketKey]) -> None:
     grant = knock(door, replace_piece(first_unit=1))
-    assert grant.runs[0].units == (2, 7)
+    assert grant.runs[0].units.tolist() == [2, 7]
     assert announced == [KEY]
 
 

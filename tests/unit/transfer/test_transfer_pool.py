@@ -100,7 +100,7 @@ def test_a_ledger_does_not_see_how_units_were_cut(
     full = layout.components[run.component].unit_tokens
     parts = [(0, Run(run.component, run.units[:at], full)), (at, Run(run.component, run.units[at:], run.rows_in_last))]
     for first, part in reversed(parts):
-        if part.units:
+        if len(part.units):
             cut.record(run.component, first, part.rows_in_last, [pool.digests(part, layer) for layer in layers])
     assert whole.receipt() == cut.receipt()
     assert whole.receipt()[run.component].num_bytes == payload(layout, run)
