@@ -145,39 +145,43 @@ def _check_digests(source: Units, digests: np.ndarray) -> None:
 
 
 @inlined
-def _move(target: int, source: int, size: int) -> None:
+def _move(target: int, source: int, size: int, after: int) -> None:
+    """after: what is read after this."""
     done = min(-target % ALIGN, size)
     if done:
         move_bytes(target, source, done)
-    while done + BLOCK <= size:
-        move_block(target + done, source + done)
+    while done + 2 * BLOCK <= size:
+        move_block(target + done, source + done, 0, source + done + BLOCK)
+        done += BLOCK
+    if done + BLOCK <= size:
+        move_block(target + done, source + done, 0, after)
         done += BLOCK
     if done < size:
         move_bytes(target + done, source + done, size - done)
 
 
 @inlined
-def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndarray) -> None:
-    """source: what is moved to the target first, 0 for nothing."""
+def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndarray, after: int) -> None:
+    """source: what is moved to the target first, 0 for nothing. after: what is read after this."""
     start(sums)
     at = sums.ctypes.data
     passing = source != 0 and target % ALIGN == 0
     done = 0
     while done + BLOCK < size:  # the last block, even a whole one, is not scrambled
         if passing:
-            move_and_hash_block(target + done, source + done, at)
+            move_and_hash_block(target + done, source + done, at, source + done + BLOCK)
         else:
             if source != 0:
                 move_bytes(target + done, source + done, BLOCK)
-            hash_block(target + done, at)
+            hash_block(0, target + done, at, target + done + BLOCK)
         done += BLOCK
     if done + BLOCK == size and passing:
-        move_and_hash_end(target + done, source + done, at)
+        move_and_hash_end(target + done, source + done, at, after)
     else:
         if source != 0:
             move_bytes(target + done, source + done, size - done)
         if done + BLOCK == size:
-            hash_end(target + done, at)
+            hash_end(0, target + done, at, after)
         else:
             for number in range((size - 1 - done) // STRIPE):
                 hash_stripe(target + done + number * STRIPE, at, number)
@@ -185,20 +189,27 @@ def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndar
     finish(sums, size, digest)
 
 
+@inlined
+def _where(place: _Place, size: int, number: int) -> int:
+    """Address of a unit by its number in the job."""
+    begin, units, layer_bytes = place
+    layer, k = divmod(number, len(units))
+    return begin + layer * layer_bytes + units[k] * size
+
+
 @compiled_for_one_thread(_int(_place, _place, *_job))
 def _copy(target: _Place, source: _Place, size: int, total: int, first: int, limit: int) -> int:
-    to, into, target_layer = target
-    begin, units, source_layer = source
+    into, units = target[1], source[1]
     at, left = first, limit
     while at < total:
-        layer, k = divmod(at, len(units))
+        k = at % len(units)
         run = 1
         while k + run < len(units) and run * size < left:
             if units[k + run] != units[k] + run or into[k + run] != into[k] + run:
                 break
             run += 1
-        there, here = to + layer * target_layer, begin + layer * source_layer
-        _move(there + into[k] * size, here + units[k] * size, run * size)
+        after = _where(source, size, min(at + run, total - 1))
+        _move(_where(target, size, at), _where(source, size, at), run * size, after)
         at += run
         left -= run * size
         if left <= 0:
@@ -211,14 +222,11 @@ def _copy(target: _Place, source: _Place, size: int, total: int, first: int, lim
 def _copy_and_digest(
     digests: np.ndarray, target: _Place, source: _Place, size: int, total: int, first: int, limit: int
 ) -> int:
-    to, into, target_layer = target
-    begin, units, source_layer = source
     sums = np.empty(8, np.uint64)
     at, left = first, limit
     while at < total:
-        layer, k = divmod(at, len(units))
-        there, here = to + layer * target_layer, begin + layer * source_layer
-        _hash(there + into[k] * size, here + units[k] * size, size, sums, digests[at])
+        after = _where(source, size, min(at + 1, total - 1))
+        _hash(_where(target, size, at), _where(source, size, at), size, sums, digests[at], after)
         at += 1
         left -= size
         if left <= 0:
@@ -229,12 +237,11 @@ def _copy_and_digest(
 
 @compiled_for_one_thread(_int(_digests, _place, *_job))
 def _digest(digests: np.ndarray, source: _Place, size: int, total: int, first: int, limit: int) -> int:
-    begin, units, source_layer = source
     sums = np.empty(8, np.uint64)
     at, left = first, limit
     while at < total:
-        layer, k = divmod(at, len(units))
-        _hash(begin + layer * source_layer + units[k] * size, 0, size, sums, digests[at])
+        after = _where(source, size, min(at + 1, total - 1))
+        _hash(_where(source, size, at), 0, size, sums, digests[at], after)
         at += 1
         left -= size
         if left <= 0:
