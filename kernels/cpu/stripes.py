@@ -161,8 +161,8 @@ def _settle(typing_context: Any) -> Any:
 
 
 move_block: Any = _block(_WHOLE, move=True, hashed=False, scramble=False)
-"""move_block(target, source, sums, ahead): past the cache. All of these fetch the block at `ahead`, which is next, and do
-not look at an address that their name says nothing of."""
+"""move_block(target, source, sums, ahead): past the cache. All of these fetch the block at `ahead`, which is next, and
+do not look at an address that their name says nothing of."""
 hash_block: Any = _block(_WHOLE, move=False, hashed=True, scramble=True)
 """Into the eight running sums of xxh3."""
 move_and_hash_block: Any = _block(_WHOLE, move=True, hashed=True, scramble=True)
