@@ -98,7 +98,8 @@ async def _case(case: Case, num_bytes: int, rounds: int) -> list[Row]:
     bare: list[float] = []
     with tempfile.TemporaryDirectory() as directory, BareSocket(work) as bare_socket:
         async with await Ends.start(work, case.transfer, Path(directory)) as ends:
-            for number in range(rounds + 1):  # the first one warms up and does not count
+            await ends.warm_up()
+            for number in range(rounds + 1):  # the first one does not count
                 bare_s = bare_socket.send_s(number) if case.transfer == "tcp" else ends.memcpy_s()
                 ours_s = await ends.send_s(number)
                 if number:
@@ -120,6 +121,8 @@ async def _digests(num_bytes: int, rounds: int) -> list[Row]:
             await Ends.start(work, "shm", Path(other), _UNDIGESTED) as plain,
             await Ends.start(work, "shm", Path(one)) as ends,
         ):
+            await plain.warm_up()
+            await ends.warm_up()
             for number in range(rounds + 1):
                 plain_s, ours_s = await plain.send_s(number), await ends.send_s(number)
                 if number:
@@ -138,6 +141,7 @@ async def _versus(versus: Versus, num_bytes: int, rounds: int) -> list[Row]:
     theirs: list[float] = []
     with tempfile.TemporaryDirectory() as directory, versus.make(work) as rival:
         async with await Ends.start(work, versus.transfer, Path(directory)) as ends:
+            await ends.warm_up()
             for number in range(rounds + 1):
                 rival_s, ours_s = rival.ask("send", seed=number), await ends.send_s(number)
                 if number:
@@ -152,8 +156,7 @@ async def _small(num_pages: int) -> list[Row]:
     work = Work(_SMALL_BYTES, 1, 64)
     with tempfile.TemporaryDirectory() as directory:
         async with await Ends.start(work, "shm", Path(directory)) as ends:
-            for number in range(20):
-                await ends.send_s(number)
+            await ends.warm_up()
             taken = [1e6 * await ends.send_s(number) for number in range(num_pages)]
     p99 = sorted(taken)[int(0.99 * len(taken))]
     rows = [figure("small", "µs", [median(taken)], against=_SMALL_AIM_US, goal=1.0)]

@@ -31,6 +31,7 @@ from kernels.cpu.xxh3 import DIGEST_BYTES, LEAST, finish, start
 _WHOLE_JOB = 1 << 62
 _FAR = 1 << 40
 """More than a pool holds: what is checked with it cannot overflow."""
+_FEW = 24
 
 _Place = tuple[int, np.ndarray, int]
 
@@ -67,7 +68,7 @@ class Units:
         if self.num_layers < 1:
             raise ValueError("there is at least one layer")
         if len(self.units):
-            first, last = int(self.units.min()), int(self.units.max())
+            first, last = bounds(self.units)
             end = self.offset + (self.num_layers - 1) * self.layer_bytes + (last + 1) * self.unit_bytes
             if first < 0 or end > len(self.data):
                 raise ValueError("a unit lies outside its pool")
@@ -114,6 +115,14 @@ def digest_units(source: Units, digests: np.ndarray, first: int = 0, limit_bytes
     _check_first(first)
     _check_digests(source, digests)
     return int(_digest(digests, source.place, source.unit_bytes, source.total, first, limit_bytes))
+
+
+def bounds(units: np.ndarray) -> tuple[int, int]:
+    """The least and the greatest of at least one."""
+    if len(units) <= _FEW:  # numpy's reductions take longer to begin
+        few = units.tolist()
+        return min(few), max(few)
+    return int(units.min()), int(units.max())
 
 
 def can_digest(unit_bytes: int) -> bool:

@@ -9,6 +9,8 @@ import numpy as np
 
 from shared.state.layout import PoolLayout
 
+_FEW = 24
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -48,6 +50,14 @@ class Plane:
         start = self.base(layer) + unit * self.unit_bytes
         step, size = self.unit_tokens * self.row_bytes, num_rows * self.row_bytes
         return [(start + k * step, start + k * step + size) for k in range(self.segments)]
+
+
+def bounds(units: np.ndarray) -> tuple[int, int]:
+    """The least and the greatest of at least one."""
+    if len(units) <= _FEW:  # numpy's reductions take longer to begin
+        few = units.tolist()
+        return min(few), max(few)
+    return int(units.min()), int(units.max())
 
 
 def joined(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

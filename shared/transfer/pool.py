@@ -16,7 +16,7 @@ import xxhash
 from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.kernels import Kernels
-from shared.transfer.planes import Plane, joined, joined_pairs
+from shared.transfer.planes import Plane, bounds, joined, joined_pairs
 
 DIGEST_BYTES = 16
 BURST_BYTES = 2 * 1024 * 1024
@@ -87,8 +87,8 @@ class Pool:
         if not 0 <= run.component < len(self._planes) or not len(run.units):
             return False
         plane = self._planes[run.component]
-        within = int(run.units.min()) >= 0 and int(run.units.max()) < plane.num_units
-        return within and 1 <= run.rows_in_last <= plane.unit_tokens
+        first, last = bounds(run.units)
+        return first >= 0 and last < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
     def views(self, run: Run, layer: int) -> list[memoryview]:
         """The rows of `run` in one layer, in wire order: unit after unit, neighbours joined."""

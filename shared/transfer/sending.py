@@ -6,7 +6,7 @@ from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Event, Manifest
 from shared.transfer.pool import Pool, Run
-from shared.transfer.wire import Answer, Connection, Greeting, Header, Hello, WirePiece, sign
+from shared.transfer.wire import YES, Answer, Connection, Greeting, Header, Hello, WirePiece, parse, sign
 
 _EVENT_POLL_S = 0.02
 
@@ -28,7 +28,10 @@ def introduce(connection: Connection, boot_id: str, layout: PoolLayout, fd: int 
 
 def expect_ok(connection: Connection) -> None:
     """Reads an answer; TransferRefused if it is a no."""
-    answer = connection.receive(Answer)
+    body = connection.receive_frame()
+    if body == YES:
+        return
+    answer = parse(Answer, body)
     if not answer.ok:
         raise TransferRefused(answer.message or answer.reason)
 

@@ -133,23 +133,24 @@ class _ShmChannel:
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs = runs_of(self._pool, manifest)
+        runs_of(self._pool, manifest)
         wait_for(event, lambda: self._aborted)
-        return self._begin(manifest, runs).finish()
+        return self._begin(manifest).finish()
 
     def begin(self, manifest: Manifest) -> "_Begun | None":
         components = self._pool.layout.components
-        pieces = [piece for piece in manifest.pieces if 0 <= piece.component < len(components)]
-        sizes = (payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in pieces)
+        if not all(0 <= piece.component < len(components) for piece in manifest.pieces):
+            return None
+        sizes = (payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in manifest.pieces)
         if sum(sizes) > _AT_ONCE_BYTES:
             return None
-        return self._begin(manifest, runs_of(self._pool, manifest))
+        return self._begin(manifest)
 
-    def _begin(self, manifest: Manifest, runs: list[Run]) -> "_Begun":
+    def _begin(self, manifest: Manifest) -> "_Begun":
         frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=True)
         self._sequence += 1
         self.connection.send_frame(frame)
-        return _Begun(self, runs)
+        return _Begun(self, runs_of(self._pool, manifest))  # the peer, which is at work already, checks it too
 
     def digests(self, run: Run) -> list[np.ndarray]:
         """In bursts, until the transfer is aborted."""

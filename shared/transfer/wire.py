@@ -70,6 +70,10 @@ class Answer(WireModel):
     message: str = ""
 
 
+YES = Answer(ok=True).model_dump_json().encode()
+"""What most answers are."""
+
+
 M = TypeVar("M", bound=BaseModel)
 
 
