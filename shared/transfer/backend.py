@@ -5,6 +5,7 @@ A backend has two halves. Its *listener* serves peers that connect (see `listene
 never holds an event loop.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -19,11 +20,13 @@ Digests = list[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One transfer: the right to make it, and what to move."""
+    """One transfer: the right to make it, and what to move. go_on(num_bytes): called before each burst, blocks until it
+    may be moved, raises to end the transfer; None: nothing else wants the way."""
 
     key: TicketKey
     secret: bytes
     pieces: tuple[Piece, ...]
+    go_on: Callable[[int], None] | None = None
 
 
 class Event(Protocol):

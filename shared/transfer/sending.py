@@ -45,8 +45,16 @@ def runs_of(pool: Pool, manifest: Manifest) -> list[Run]:
     return runs
 
 
-def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *, with_units: bool) -> bytes:
-    """The signed header of one transfer."""
+def header_frame(
+    manifest: Manifest,
+    pool: Pool,
+    nonce: bytes,
+    sequence: int,
+    *,
+    with_units: bool,
+    bursts: tuple[int, int] = (0, 0),
+) -> bytes:
+    """The signed header of one transfer. bursts: their length and number, where the receiver waits before each."""
     pieces = tuple(
         WirePiece(
             component=piece.component,
@@ -59,7 +67,14 @@ def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *,
         for piece in manifest.pieces
     )
     key = manifest.key
-    header = Header(room=key.room, generation=key.generation, sequence=sequence, pieces=pieces)
+    header = Header(
+        room=key.room,
+        generation=key.generation,
+        sequence=sequence,
+        burst_bytes=bursts[0],
+        num_bursts=bursts[1],
+        pieces=pieces,
+    )
     raw = header.model_dump_json().encode()
     return sign(manifest.secret, nonce, sequence, raw) + raw
 

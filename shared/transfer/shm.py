@@ -6,6 +6,7 @@ receiver's pool at all. Only the header and the answer travel over the unix sock
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,15 @@ from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, T
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, greeting
+from shared.transfer.permits import PERMIT, Permits
 from shared.transfer.pool import Pool, Run, room_for_digests
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
 from shared.transfer.wire import Connection, Header
 
 _BACKLOG = 64
 _AT_ONCE_BYTES = 256 * 1024
+_BURST_BYTES = 8 * 1024 * 1024
+"""Of a transfer that may have to wait for others: about a millisecond of copying."""
 
 
 class ShmBackend:
@@ -83,40 +87,46 @@ class ShmBackend:
             source = Pool.map(fd, layout, writable=False)
         finally:
             os.close(fd)
-        return _ShmMover(self._pool, source, self._faults)
+        return _ShmMover(connection, self._pool, source, self._timing, self._faults)
 
 
 class _ShmMover:
     """Copies from one peer's mapped pool."""
 
-    def __init__(self, pool: Pool, source: Pool, faults: Faults) -> None:
-        self._pool, self._source, self._faults = pool, source, faults
+    def __init__(self, connection: Connection, pool: Pool, source: Pool, timing: Timing, faults: Faults) -> None:
+        self._connection, self._pool, self._source = connection, pool, source
+        self._timing, self._faults = timing, faults
+        self._bursts = (0, 0)
 
     def check(self, header: Header) -> None:
+        self._bursts = header.burst_bytes, header.num_bursts
         for piece in header.pieces:
             run = Run(piece.component, piece.units, piece.rows_in_last)
             if len(piece.units) != piece.num_units or not self._source.holds(run):
                 raise Refused("bad_source", "the sender's pool has no such units")
 
     def stop(self) -> None:
-        """The copy looks at `stopped` after each burst, and a copy never blocks."""
+        """The copy looks at `stopped` before each burst, and while it waits for one."""
 
     def land(self, grant: Grant) -> Digests:
-        digests: Digests = []
+        permits, digests = Permits(self._connection, *self._bursts, self._timing.stall_s), []
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
             theirs = Run(piece.component, piece.units, piece.rows_in_last)
             found = room_for_digests(run, range(piece.num_layers))
             for layers in self._parts(piece.num_layers):
-                if grant.stopped.wait(self._faults.delay_s) if self._faults.delay_s else grant.stopped.is_set():
-                    return digests
+                if self._faults.delay_s:
+                    grant.stopped.wait(self._faults.delay_s)
                 into = None if self._faults.undigested else found[layers.start : layers.stop]
-                for _ in self._pool.copying(self._source, theirs, run, layers, into):
-                    if grant.stopped.is_set():
-                        return digests
+                steps = self._pool.copying(self._source, theirs, run, layers, into)
+                while (going := permits.wait(grant)) and (moved := next(steps, None)) is not None:
+                    permits.spend(moved)
+                if not going:
+                    return digests
                 if self._faults.corrupt and layers.start == 0:
                     self._pool.flip_byte(run, 0)
                     found[0] = self._pool.digests(run, 0)
             digests.append(list(found))
+        permits.settle(grant)
         return digests
 
     def _parts(self, num_layers: int) -> list[range]:
@@ -128,67 +138,82 @@ class _ShmMover:
 
 class _ShmChannel:
     def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
-        self.connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
+        self._connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
         self._sequence = 0
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
         runs_of(self._pool, manifest)
         wait_for(event, lambda: self._aborted)
-        return self._begin(manifest).finish()
+        if manifest.go_on is None:
+            return self._begin(manifest).finish()
+        left = self._num_bytes(manifest)
+        num_bursts = max(1, -(-left // _BURST_BYTES))
+        begun = self._begin(manifest, (_BURST_BYTES, num_bursts))
+        for _ in range(num_bursts):
+            manifest.go_on(min(left, _BURST_BYTES))
+            self._connection.send_all([memoryview(PERMIT)])
+            begun.digest(_BURST_BYTES)
+            left -= _BURST_BYTES
+        return begun.finish()
 
     def begin(self, manifest: Manifest) -> "_Begun | None":
         components = self._pool.layout.components
-        if not all(0 <= piece.component < len(components) for piece in manifest.pieces):
+        if manifest.go_on is not None or not all(0 <= piece.component < len(components) for piece in manifest.pieces):
             return None
-        sizes = (payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in manifest.pieces)
-        if sum(sizes) > _AT_ONCE_BYTES:
-            return None
-        return self._begin(manifest)
+        return self._begin(manifest) if self._num_bytes(manifest) <= _AT_ONCE_BYTES else None
 
-    def _begin(self, manifest: Manifest) -> "_Begun":
-        frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=True)
+    def _begin(self, manifest: Manifest, bursts: tuple[int, int] = (0, 0)) -> "_Begun":
+        nonce, sequence = self._nonce, self._sequence
+        frame = header_frame(manifest, self._pool, nonce, sequence, with_units=True, bursts=bursts)
         self._sequence += 1
-        self.connection.send_frame(frame)
-        return _Begun(self, runs_of(self._pool, manifest))  # the peer, which is at work already, checks it too
+        self._connection.send_frame(frame)
+        runs = runs_of(self._pool, manifest)  # the peer, which is at work already, checks it too
+        found = [room_for_digests(run, range(self._pool.num_layers(run.component))) for run in runs]
+        return _Begun(self._connection, found, self._digesting(runs, found))
 
-    def digests(self, run: Run) -> list[np.ndarray]:
-        """In bursts, until the transfer is aborted."""
-        layers = range(self._pool.num_layers(run.component))
-        found = room_for_digests(run, layers)
-        for _ in () if self._faults.undigested else self._pool.digesting(run, layers, found):
-            if self._aborted:
-                raise TransferError("aborted")
-        return list(found)
+    def _digesting(self, runs: list[Run], found: list[np.ndarray]) -> Iterator[int]:
+        for run, into in zip(runs, found, strict=True):
+            for done in () if self._faults.undigested else self._pool.digesting(run, range(len(into)), into):
+                if self._aborted:
+                    raise TransferError("aborted")
+                yield done
+
+    def _num_bytes(self, manifest: Manifest) -> int:
+        components = self._pool.layout.components
+        return sum(
+            payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in manifest.pieces
+        )
 
     def abort(self) -> None:
         self._aborted = True
-        self.connection.abort()
+        self._connection.abort()
 
     def is_idle(self) -> bool:
-        return self.connection.is_idle()
+        return self._connection.is_idle()
 
     def close(self) -> None:
-        self.connection.close()
+        self._connection.close()
 
 
 class _Begun:
-    """The peer copies; meanwhile the source is digested here."""
+    """The peer copies; meanwhile the source is digested here, as far as `work` is asked to go on."""
 
-    def __init__(self, channel: _ShmChannel, runs: list[Run]) -> None:
-        self._channel, self._runs = channel, runs
-        self._found: Digests | None = None
+    def __init__(self, connection: Connection, found: list[np.ndarray], work: Iterator[int]) -> None:
+        self._connection, self._found, self._work = connection, found, work
+
+    def digest(self, num_bytes: int | None = None) -> None:
+        """About so much more; None: all that is left."""
+        left = num_bytes
+        for done in self._work:
+            if left is not None and (left := left - done) <= 0:
+                return
 
     def poll(self, wait_s: float) -> Digests | None:
-        self._digest()
-        return self.finish() if self._channel.connection.wait_awake(wait_s) else None
+        self.digest()
+        return self.finish() if self._connection.wait_awake(wait_s) else None
 
     def finish(self) -> Digests:
-        found = self._digest()
-        expect_ok(self._channel.connection)
-        return found
-
-    def _digest(self) -> Digests:
-        if self._found is None:
-            self._found = [self._channel.digests(run) for run in self._runs]
-        return self._found
+        self.digest()
+        expect_ok(self._connection)
+        return [list(layers) for layers in self._found]

@@ -13,6 +13,7 @@ The order of bytes: piece after piece, layer after layer, logical unit after uni
 
 import hmac
 import os
+import select
 import socket
 import struct
 import time
@@ -58,9 +59,13 @@ class WirePiece(BaseModel):
 
 
 class Header(WireModel):
+    """burst_bytes, num_bursts: over shm the receiver waits for a byte before each burst (see `permits.py`); 0: not."""
+
     room: Room
     generation: Generation
     sequence: int
+    burst_bytes: int = 0
+    num_bursts: int = 0
     pieces: tuple[WirePiece, ...]
 
 
@@ -154,6 +159,21 @@ class Connection:
 
     def receive(self, kind: type[M]) -> M:
         return parse(kind, self.receive_frame())
+
+    def receive_within(self, limit: int, wait_s: float) -> bytes:
+        """Of what comes within `wait_s` the first bytes, nothing where nothing comes."""
+        try:
+            data = self._sock.recv(limit, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            poll.poll(1000 * wait_s)
+            return b"" if self.is_idle() else self.receive_within(limit, 0)
+        except OSError as error:
+            raise PeerLost(f"connection lost: {error}") from error
+        if not data:
+            raise PeerLost("connection closed")
+        return data
 
     def receive_frame(self, *, may_wait: bool = False) -> bytes:
         """The next frame; with `may_wait` the time before its first byte does not count as a stall."""
