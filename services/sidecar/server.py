@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from services.sidecar.settings import SidecarProcessSettings
 from shared.protocol.messages import LinkAddress, WorkerReport
+from shared.runtime.eager import begin
 from shared.runtime.errors import BatonError
 from shared.runtime.ids import new_boot_id
 from shared.runtime.tasks import TaskOwner
@@ -97,7 +98,8 @@ class Sidecar:
                 message = from_worker(body)
                 if isinstance(message, Attach):
                     raise ControlError("a worker attaches once")
-                tasks.spawn(self._answer(message), message.kind)
+                if (rest := begin(self._answer(message))) is not None:
+                    tasks.spawn(rest, message.kind)
 
             self._control = ControlSocket(control, on_frame, lambda error: ended.done() or ended.set_result(error))
             self._tell(Ready(address=self.address))

@@ -107,7 +107,9 @@ class Outbox:
 
     async def _transfer(self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event) -> Digests:
         self._check_live(ticket)
-        peer = self._peers.setdefault(address.boot_id, _Peer())
+        peer = self._peers.get(address.boot_id)
+        if peer is None:
+            peer = self._peers[address.boot_id] = _Peer()
         peer.users += 1
         try:
             async with peer.slots:
@@ -159,6 +161,7 @@ class Outbox:
             if entry in peer.idle:  # not in use again, and not dropped meanwhile
                 peer.idle.remove(entry)
                 entry[1].close()
+                self._prune()
 
         peer.idle.append(entry)
         asyncio.get_running_loop().call_later(_IDLE_S, expire)
@@ -210,14 +213,7 @@ class Outbox:
             raise TransferError("the ticket was forgotten")
 
     def _prune(self) -> None:
-        """Drops peers nobody uses whose channels have died: a peer that restarts never comes back under that boot."""
+        """Drops peers nobody uses: a peer that restarts never comes back under that boot."""
         for boot_id, peer in list(self._peers.items()):
-            if peer.users:
-                continue
-            alive = [(backend, channel) for backend, channel in peer.idle if channel.is_idle()]
-            for entry in peer.idle:
-                if entry not in alive:
-                    entry[1].close()
-            peer.idle = alive
-            if not alive:
+            if not peer.users and not peer.idle:
                 del self._peers[boot_id]

@@ -10,6 +10,7 @@ import numpy as np
 from shared.state.layout import PoolLayout
 
 _FEW = 24
+"""For so few numpy takes longer to begin than Python to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Plane:
 
 def bounds(units: np.ndarray) -> tuple[int, int]:
     """The least and the greatest of at least one."""
-    if len(units) <= _FEW:  # numpy's reductions take longer to begin
+    if len(units) <= _FEW:
         few = units.tolist()
         return min(few), max(few)
     return int(units.min()), int(units.max())
@@ -70,7 +71,8 @@ def joined(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def joined_pairs(src: np.ndarray, dst: np.ndarray, limit: int) -> Iterator[tuple[int, int, int]]:
     """(source, destination, count) of units that are neighbours on both sides, `limit` units at most."""
-    if not len(src):
+    if len(src) <= _FEW:
+        yield from ((a, b, 1) for a, b in zip(src.tolist(), dst.tolist(), strict=True))
         return
     breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
     begins = np.concatenate(([0], breaks))

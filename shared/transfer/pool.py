@@ -20,6 +20,8 @@ from shared.transfer.planes import Plane, bounds, joined, joined_pairs
 
 DIGEST_BYTES = 16
 BURST_BYTES = 2 * 1024 * 1024
+_FEW = 4
+"""So many units are done before a kernel has been told about them."""
 _COPY_RUN_BYTES = 128 * 1024
 """Longest copy before it is hashed: what was written should still be in the cache."""
 
@@ -124,7 +126,7 @@ class Pool:
         says how many bytes that was: who asks for the next one decides when it goes on, and whether."""
         plane = self._planes[run.component]
         whole = _num_whole(plane, run)
-        kernels = self.kernels
+        kernels = self.kernels if whole * len(layers) > _FEW else None
         if kernels is not None and kernels.can_digest(plane.unit_bytes):
             units = self._units(kernels, run.units[:whole], plane, layers)
             at, flat = 0, _flat_digests(found, whole)
@@ -153,8 +155,9 @@ class Pool:
         """Copies these layers of their units into mine, equally many and of equal shape, and enters the digests of what
         was written into `found`. A part of the work is done with each step, as in `digesting`. Without `found` none are
         made."""
-        ours, other, kernels = self._planes[mine.component], source._planes[theirs.component], self.kernels
+        ours, other = self._planes[mine.component], source._planes[theirs.component]
         whole, size = _num_whole(ours, mine), ours.unit_bytes
+        kernels = self.kernels if whole * len(layers) > _FEW else None
         if kernels is not None and (found is None or kernels.can_digest(size)):
             into = self._units(kernels, mine.units[:whole], ours, layers)
             out_of = source._units(kernels, theirs.units[:whole], other, layers)
