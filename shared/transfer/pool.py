@@ -219,7 +219,7 @@ class Pool:
     ) -> Iterator[int]:
         start, to = (plane.base(layer) for plane in planes)
         size, flat, data, digest = planes[1].unit_bytes, self._flat, self.bytes, xxhash.xxh3_128_digest
-        done, waiting, limit = 0, 0, max(1, _COPY_RUN_BYTES // size)
+        done, waiting, limit = 0, 0, max(1, min(_COPY_RUN_BYTES, burst_bytes) // size)
         for src, dst, count in joined_pairs(*units, limit):
             a, b = to + dst * size, start + src * size
             flat[a : a + count * size] = source._flat[b : b + count * size]
