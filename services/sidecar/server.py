@@ -44,6 +44,7 @@ from shared.transfer.outbox import Outbox
 from shared.transfer.pool import Pool
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
+from shared.transfer.warm import Warmer
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Sidecar:
         self._boot_id, self._host = new_boot_id(), socket.gethostname()
         self._pool_fd = pool_fd
         pool = self._pool = Pool.map(pool_fd, attach.layout, writable=True)
+        self._warmer = Warmer(pool)
         self._door = Door(attach.layout, self._on_first_bytes)
         self._complete = threading.Event()
         self._complete.set()
@@ -112,6 +114,7 @@ class Sidecar:
         if self._control is not None:
             self._control.close()
         await self._outbox.close()
+        await asyncio.to_thread(self._warmer.close)
         for backend in self._backends:
             await asyncio.to_thread(backend.close)
         os.close(self._pool_fd)
@@ -188,6 +191,7 @@ class Sidecar:
             return done.model_copy(update={"counters": self._counters()})
         if isinstance(message, Open):
             self._door.open(message.key, message.secret, message.units)
+            self._warmer.soon(message.units)
             return done
         if isinstance(message, Send):
             await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)

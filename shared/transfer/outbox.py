@@ -22,7 +22,7 @@ _PER_PEER = 2
 _MAX_THREADS = 16
 _AT_ONCE_S = 0.0002
 """How long the loop itself waits for a small transfer, before a thread does."""
-_IDLE_S = 5.0
+_IDLE_S = 60.0
 """How long a channel that nobody uses stays open for the next hand-off to the same peer."""
 T = TypeVar("T")
 

@@ -81,6 +81,9 @@ class Pool:
         size = max(layout.total_bytes, mmap.PAGESIZE)
         return cls(layout, memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access)))
 
+    def plane(self, component: int) -> Plane:
+        return self._planes[component]
+
     def num_layers(self, component: int) -> int:
         return self._planes[component].num_layers
 

@@ -6,13 +6,16 @@ receiver's pool at all. Only the header and the answer travel over the unix sock
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
+from shared.state.layout import PoolLayout
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.ledger import payload_bytes
@@ -45,6 +48,8 @@ class ShmBackend:
         faults: Faults,
     ) -> None:
         self._pool, self._timing, self._faults = pool, timing, faults
+        self._lock = threading.Lock()
+        self._sources: WeakValueDictionary[tuple[int, int, PoolLayout], Pool] = WeakValueDictionary()
         self._readable = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
         # Through the directory's descriptor, because the address of a unix socket holds 108 bytes at most.
         self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -84,10 +89,20 @@ class ShmBackend:
             raise Refused("no_pool", "the greeting carried no descriptor")
         try:
             layout = greeting(body, self._pool.layout.components).layout
-            source = Pool.map(fd, layout, writable=False)
+            source = self._mapped(fd, layout)
         finally:
             os.close(fd)
         return _ShmMover(connection, self._pool, source, self._timing, self._faults)
+
+    def _mapped(self, fd: int, layout: PoolLayout) -> Pool:
+        """The same mapping for all connections of a peer: what one has touched costs the others nothing."""
+        file = os.fstat(fd)
+        key = file.st_dev, file.st_ino, layout
+        with self._lock:
+            source = self._sources.get(key)
+            if source is None:
+                source = self._sources[key] = Pool.map(fd, layout, writable=False)
+            return source
 
 
 class _ShmMover:
