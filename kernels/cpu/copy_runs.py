@@ -203,7 +203,8 @@ def _where(place: _Place, size: int, number: int) -> int:
     """Address of a unit by its number in the job."""
     begin, units, layer_bytes = place
     layer, k = divmod(number, len(units))
-    return begin + layer * layer_bytes + units[k] * size
+    address: int = begin + layer * layer_bytes + units[k] * size
+    return address
 
 
 @compiled_for_one_thread(_int(_place, _place, *_job))

@@ -103,7 +103,11 @@ class Sidecar:
                 if (rest := begin(self._answer(message))) is not None:
                     tasks.spawn(rest, message.kind)
 
-            self._control = ControlSocket(control, on_frame, lambda error: ended.done() or ended.set_result(error))
+            def on_end(error: Exception | None) -> None:
+                if not ended.done():
+                    ended.set_result(error)
+
+            self._control = ControlSocket(control, on_frame, on_end)
             self._tell(Ready(address=self.address))
             error = await ended
             if error is not None:

@@ -124,7 +124,8 @@ class _ShmMover:
         """The copy looks at `stopped` before each burst, and while it waits for one."""
 
     def land(self, grant: Grant) -> Digests:
-        permits, digests = Permits(self._connection, *self._bursts, self._timing.stall_s), []
+        permits = Permits(self._connection, *self._bursts, self._timing.stall_s)
+        digests: Digests = []
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
             theirs = Run(piece.component, piece.units, piece.rows_in_last)
             found = room_for_digests(run, range(piece.num_layers))
