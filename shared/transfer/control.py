@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, Room, WireModel
-from shared.protocol.packing import PackedBytes, PackedUnits
+from shared.protocol.packing import PackedBytes, PackedUnits, as_json
 from shared.state.layout import PoolLayout
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
 
@@ -94,7 +94,7 @@ class ControlError(Exception):
 
 
 def frame(message: WireModel) -> bytes:
-    body = message.model_dump_json().encode()
+    body = as_json(message)
     return _LENGTH.pack(len(body)) + body
 
 

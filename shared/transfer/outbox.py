@@ -33,6 +33,8 @@ class _Peer:
 
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PER_PEER))
     idle: list[tuple[Backend, Channel]] = field(default_factory=list)
+    expiries: dict[Channel, asyncio.TimerHandle] = field(default_factory=dict)
+    """Of the idle ones."""
     users: int = 0
 
 
@@ -96,6 +98,7 @@ class Outbox:
             await self.forget(key)
         for peer in self._peers.values():
             for _, channel in peer.idle:
+                peer.expiries.pop(channel).cancel()
                 channel.close()
             peer.idle.clear()
         self._peers.clear()
@@ -158,17 +161,18 @@ class Outbox:
         """Leaves a channel open for a while: a connection costs more than a small hand-off."""
 
         def expire() -> None:
-            if entry in peer.idle:  # not in use again, and not dropped meanwhile
-                peer.idle.remove(entry)
-                entry[1].close()
-                self._prune()
+            del peer.expiries[entry[1]]
+            peer.idle.remove(entry)
+            entry[1].close()
+            self._prune()
 
         peer.idle.append(entry)
-        asyncio.get_running_loop().call_later(_IDLE_S, expire)
+        peer.expiries[entry[1]] = asyncio.get_running_loop().call_later(_IDLE_S, expire)
 
     async def _channel(self, peer: _Peer, address: LinkAddress) -> tuple[Backend, Channel]:
         while peer.idle:
             backend, channel = peer.idle.pop()
+            peer.expiries.pop(channel).cancel()
             if channel.is_idle():
                 return backend, channel
             channel.close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from shared.protocol.packing import as_json
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Event, Manifest
@@ -75,7 +76,7 @@ def header_frame(
         num_bursts=bursts[1],
         pieces=pieces,
     )
-    raw = header.model_dump_json().encode()
+    raw = as_json(header)
     return sign(manifest.secret, nonce, sequence, raw) + raw
 
 
