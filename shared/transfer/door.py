@@ -41,7 +41,7 @@ class Refused(TransferRefused):
 
 
 class Stop:
-    """A threading.Event for one waiter at most, which seldom comes: making a real one takes longer than a small copy."""
+    """A threading.Event for one waiter, who seldom comes: making a real one takes longer than a small copy."""
 
     __slots__ = ("_event", "_set")
 
