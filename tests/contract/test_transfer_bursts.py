@@ -46,8 +46,8 @@ class Crossing:
 
 class Two:
     def __init__(self, directory: Path) -> None:
-        self.sender = Peer("shm", "sender", directory, Timing(), Faults())
-        self.receiver = Peer("shm", "receiver", directory, Timing(), Faults())
+        self.sender = Peer("shm", "sender", directory, Timing(stall_s=300), Faults())
+        self.receiver = Peer("shm", "receiver", directory, Timing(stall_s=300), Faults())
         self.sender.bytes[:] = np.random.default_rng(1).integers(0, 255, len(self.sender.bytes), dtype=np.uint8)
         self.receiver.bytes[:] = POISON
         self.channel = self.sender.backend.connect(self.receiver.address)
@@ -119,6 +119,17 @@ def test_nothing_moves_beyond_the_bursts_that_may(two: Two) -> None:
     again = Crossing()
     again.let(3)
     two.start(two.open(again)).result(60)
+
+
+def test_more_permits_than_were_needed_leave_the_connection_in_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bursts are shorter than a unit, so each of them moves more than it may."""
+    monkeypatch.setattr("shared.transfer.shm._BURST_BYTES", 100)
+    for _ in range(3):
+        crossing = Crossing()
+        crossing.let(3 * LAYER_BYTES)
+        two.start(two.open(crossing)).result(60)
+        assert len(crossing.asked) == 3 * LAYER_BYTES // 100
+        assert sum(crossing.asked) == 3 * LAYER_BYTES
 
 
 def test_a_fence_does_not_wait_for_a_burst_that_may_not_go_on(two: Two) -> None:

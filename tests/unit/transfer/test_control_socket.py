@@ -86,3 +86,21 @@ async def test_who_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     await left.until(ends=1)
     assert isinstance(left.ends[0], ControlError)
     b.close()
+
+
+async def test_what_waits_goes_first_and_then_nobody_waits_any_more() -> None:
+    a, b = socket.socketpair()
+    left, loop = End(a), asyncio.get_running_loop()
+    b.setblocking(False)
+    first = framed(bytes(3_000_000))
+    left.socket.send(first)
+    data = b.recv(1 << 22)
+    assert len(data) < len(first)
+    left.socket.send(framed(b"second"))  # there is room again, and the loop has not sent what waits
+    while len(data) < len(first) + len(framed(b"second")):
+        data += await asyncio.wait_for(loop.sock_recv(b, 1 << 22), 60)
+    assert data == first + framed(b"second")
+    await asyncio.sleep(0)
+    assert not loop.remove_writer(a)
+    left.socket.close()
+    b.close()

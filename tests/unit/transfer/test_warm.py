@@ -4,6 +4,7 @@ import os
 import time
 
 import numpy as np
+import pytest
 
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
@@ -37,6 +38,20 @@ def test_the_pages_of_these_units_are_there_and_no_others() -> None:
             where = LAYOUT.offset_of(0) + layer * 100 * 2 * PAGE + unit * 2 * PAGE
             assert os.lseek(fd, where, os.SEEK_DATA) == where
     assert not np.frombuffer(pool.bytes, dtype=np.uint8).any()
+    os.close(fd)
+
+
+def test_what_was_touched_once_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd, calls = create_pool(LAYOUT), []
+    warmer = Warmer(Pool.map(fd, LAYOUT, writable=True))
+    monkeypatch.setattr(warmer, "_populate", lambda _pages, at, num_bytes: calls.append((at, num_bytes)))
+    warmer.soon(((7, 3), ()))
+    warmer.soon(((3, 4, 7), ()))
+    warmer._thread.submit(lambda: None).result(60)
+    assert sorted(calls) == sorted(
+        (layer * 200 * PAGE + unit * 2 * PAGE, 2 * PAGE) for layer in range(3) for unit in (3, 4, 7)
+    )
+    warmer.close()
     os.close(fd)
 
 
