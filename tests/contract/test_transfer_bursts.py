@@ -91,8 +91,8 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     made.close()
 
 
-def until_idle(two: Two, layer: int) -> None:
-    """The burst that is under way, if one is, is over: the receiver waits for the next permit."""
+def until_landed(two: Two, layer: int) -> None:
+    """The burst that ends with this layer is over."""
     deadline = threading.Event()
     for _ in range(3000):
         if two.landed_layers()[layer]:
@@ -109,7 +109,7 @@ def test_nothing_moves_beyond_the_bursts_that_may(two: Two) -> None:
         crossing.wait_for(1)
         assert two.untouched_layers()[layer:] == [True] * (3 - layer)
         crossing.let(1)
-        until_idle(two, layer)
+        until_landed(two, layer)
     found = running.result(60)
     assert crossing.asked == [LAYER_BYTES] * 3
     assert (np.array(found[0]) == [two.sender.pool.digests(Run(0, PIECE.units, 4), k) for k in range(3)]).all()
@@ -124,11 +124,14 @@ def test_nothing_moves_beyond_the_bursts_that_may(two: Two) -> None:
 def test_more_permits_than_were_needed_leave_the_connection_in_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bursts are shorter than a unit, so each of them moves more than it may."""
     monkeypatch.setattr("shared.transfer.shm._BURST_BYTES", 100)
-    for _ in range(3):
+    for _ in range(2):
+        two.receiver.bytes[:] = POISON
         crossing = Crossing()
-        crossing.let(3 * LAYER_BYTES)
-        two.start(two.open(crossing)).result(60)
-        assert len(crossing.asked) == 3 * LAYER_BYTES // 100
+        running = two.start(two.open(crossing))
+        crossing.let(3 * LAYER_BYTES // 100 - 3)
+        until_landed(two, 2)
+        crossing.let(3)
+        running.result(60)
         assert sum(crossing.asked) == 3 * LAYER_BYTES
 
 
@@ -138,7 +141,7 @@ def test_a_fence_does_not_wait_for_a_burst_that_may_not_go_on(two: Two) -> None:
     running = two.start(manifest)
     crossing.let(1)
     crossing.wait_for(2)
-    until_idle(two, 0)
+    until_landed(two, 0)
     quiesced = threading.Event()
     two.receiver.door.fence(manifest.key, quiesced.set)
     assert quiesced.wait(30)
