@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,15 @@ def test_more_permits_than_were_needed_leave_the_connection_in_step(two: Two, mo
         crossing.let(3)
         running.result(60)
         assert sum(crossing.asked) == 3 * LAYER_BYTES
+
+
+def test_a_transfer_of_nothing_has_its_turn_too(two: Two) -> None:
+    crossing = Crossing()
+    running = two.start(replace(two.open(crossing), pieces=()))
+    crossing.wait_for(1)
+    crossing.let(1)
+    assert running.result(60) == []
+    two.start(two.open(None)).result(60)
 
 
 def test_a_fence_does_not_wait_for_a_burst_that_may_not_go_on(two: Two) -> None:
