@@ -6,6 +6,7 @@
     then for each transfer
     sender    Header     HMAC-SHA256(secret, nonce || sequence || header) before the header
     receiver  Answer     over tcp: go ahead, or why not; then the bytes follow in the header's order
+    sender    a byte     over shm, before each burst, if the header says so (`permits.py`)
     receiver  Answer     everything landed, or why not
 
 The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state.
