@@ -20,7 +20,7 @@ def nixl(work: Work, transports: str) -> Rival:
 
 def mooncake(work: Work) -> Rival:
     home = _home()
-    python = environment(home / "mooncake", ["--no-deps", "mooncake-transfer-engine-non-cuda", "numpy"])
+    python = environment(home / "mooncake", ["--no-deps", "mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"])
     return Rival("mooncake", [str(python), str(SCRIPTS / "mooncake_pages.py"), *_sizes(work)], home / "mooncake.log")
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
-from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
+from shared.transfer.backend import Backend, Begun, Channel, Digests, Event, Manifest
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
 
@@ -134,12 +134,13 @@ class Outbox:
         self, ticket: _Outgoing, backend: Backend, channel: Channel, manifest: Manifest, event: Event
     ) -> Digests:
         self._check_live(ticket)
-        if ticket.backend != backend.name:
-            ticket.backend = backend.name
-            self._on_moving(manifest.key, backend.name)
         ticket.channel = channel
         try:
-            digests = await self._move(channel, manifest, event)
+            begun = channel.begin(manifest) if event.wait(0) else None
+            if ticket.backend != backend.name:
+                ticket.backend = backend.name
+                self._on_moving(manifest.key, backend.name)
+            digests = await self._move(channel, begun, manifest, event)
         finally:
             ticket.channel = None
             ticket.still.set()
@@ -150,8 +151,7 @@ class Outbox:
         )
         return digests
 
-    async def _move(self, channel: Channel, manifest: Manifest, event: Event) -> Digests:
-        begun = channel.begin(manifest) if event.wait(0) else None
+    async def _move(self, channel: Channel, begun: Begun | None, manifest: Manifest, event: Event) -> Digests:
         if begun is None:
             return await self._in_thread(lambda: channel.transfer(manifest, event), channel.abort)
         found = begun.poll(_AT_ONCE_S)
