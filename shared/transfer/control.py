@@ -104,7 +104,7 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._held = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """The messages that `data` completes. Raises ControlError at one that is too long."""
         self._held += data
         while len(self._held) >= _LENGTH.size:

@@ -23,7 +23,7 @@ class ControlSocket:
     ) -> None:
         self._sock, self._on_frame, self._on_end = sock, on_frame, on_end
         self._loop = asyncio.get_running_loop()
-        self._frames = FrameBuffer()
+        self._frames, self._buffer = FrameBuffer(), memoryview(bytearray(_READ_BYTES))
         self._lock = threading.Lock()
         self._unsent = bytearray()
         self._ended = False
@@ -70,15 +70,15 @@ class ControlSocket:
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(_READ_BYTES)
+            num_bytes = self._sock.recv_into(self._buffer)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            num_bytes = 0
+        if not num_bytes:
             return self._end(None)
         try:
-            for body in self._frames.feed(data):
+            for body in self._frames.feed(self._buffer[:num_bytes]):
                 self._on_frame(body)
                 if self._ended:
                     return None

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
-from shared.transfer.backend import Backend, Begun, Channel, Digests, Event, Manifest
+from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
 
@@ -136,11 +137,15 @@ class Outbox:
         self._check_live(ticket)
         ticket.channel = channel
         try:
+            # A small transfer is over before its start has been told.
             begun = channel.begin(manifest) if event.wait(0) else None
+            found = None if begun is None else begun.poll(_AT_ONCE_S)
             if ticket.backend != backend.name:
                 ticket.backend = backend.name
                 self._on_moving(manifest.key, backend.name)
-            digests = await self._move(channel, begun, manifest, event)
+            if found is None:
+                work = partial(channel.transfer, manifest, event) if begun is None else begun.finish
+                found = await self._in_thread(work, channel.abort)
         finally:
             ticket.channel = None
             ticket.still.set()
@@ -149,13 +154,7 @@ class Outbox:
             payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last)
             for piece in manifest.pieces
         )
-        return digests
-
-    async def _move(self, channel: Channel, begun: Begun | None, manifest: Manifest, event: Event) -> Digests:
-        if begun is None:
-            return await self._in_thread(lambda: channel.transfer(manifest, event), channel.abort)
-        found = begun.poll(_AT_ONCE_S)
-        return await self._in_thread(begun.finish, channel.abort) if found is None else found
+        return found
 
     def _keep(self, peer: _Peer, entry: tuple[Backend, Channel]) -> None:
         """Leaves a channel open for a while: a connection costs more than a small hand-off."""

@@ -112,11 +112,12 @@ class _ShmMover:
         self._connection, self._pool, self._source = connection, pool, source
         self._timing, self._faults = timing, faults
         self._bursts = (0, 0)
+        self._theirs: list[Run] = []
 
     def check(self, header: Header) -> None:
         self._bursts = header.burst_bytes, header.num_bursts
-        for piece in header.pieces:
-            run = Run(piece.component, piece.units, piece.rows_in_last)
+        self._theirs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in header.pieces]
+        for piece, run in zip(header.pieces, self._theirs, strict=True):
             if len(piece.units) != piece.num_units or not self._source.holds(run):
                 raise Refused("bad_source", "the sender's pool has no such units")
 
@@ -126,8 +127,7 @@ class _ShmMover:
     def land(self, grant: Grant) -> Digests:
         permits = Permits(self._connection, *self._bursts, self._timing.stall_s)
         digests: Digests = []
-        for piece, run in zip(grant.pieces, grant.runs, strict=True):
-            theirs = Run(piece.component, piece.units, piece.rows_in_last)
+        for piece, theirs, run in zip(grant.pieces, self._theirs, grant.runs, strict=True):
             found = room_for_digests(run, range(piece.num_layers))
             for layers in self._parts(piece.num_layers):
                 if self._faults.delay_s:
@@ -168,7 +168,7 @@ class _ShmChannel:
         begun = self._begin(manifest, (_BURST_BYTES, num_bursts))
         for _ in range(num_bursts):
             manifest.go_on(min(left, _BURST_BYTES))
-            self._connection.send_all([memoryview(PERMIT)])
+            self._connection.send_bytes(PERMIT)
             begun.digest(_BURST_BYTES)
             left -= _BURST_BYTES
         return begun.finish()

@@ -156,7 +156,17 @@ class Connection:
                 raise PeerLost(f"connection lost: {error}") from error
             data = data[sent:]
         if data:
-            self.send_all([memoryview(data)])
+            self.send_bytes(data)
+
+    def send_bytes(self, data: bytes) -> None:
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError as error:
+            raise TransferTimeout("the peer stopped reading") from error
+        except OSError as error:
+            raise PeerLost(f"connection lost: {error}") from error
+        if sent < len(data):
+            self.send_all([memoryview(data)[sent:]])
 
     def receive(self, kind: type[M]) -> M:
         return parse(kind, self.receive_frame())
@@ -178,9 +188,7 @@ class Connection:
 
     def receive_frame(self, *, may_wait: bool = False) -> bytes:
         """The next frame; with `may_wait` the time before its first byte does not count as a stall."""
-        head = bytearray(_LENGTH.size)
-        self.receive_all([memoryview(head)], may_wait=may_wait)
-        return self._body(head)
+        return self._body(self._exactly(_LENGTH.size, may_wait=may_wait))
 
     def receive_frame_and_fd(self) -> tuple[bytes, int | None]:
         """The next frame and the descriptor that came with it, which the caller owns."""
@@ -200,14 +208,31 @@ class Connection:
                 socket.close(fd)
             raise
 
-    def _body(self, head: bytes | bytearray) -> bytes:
+    def _body(self, head: bytes) -> bytes:
         (size,) = _LENGTH.unpack(head)
         if size > MAX_FRAME_BYTES:
             raise Malformed(f"malformed: a frame of {size} bytes")
-        body = bytearray(size)
-        if size:
-            self.receive_all([memoryview(body)])
-        return bytes(body)
+        return self._exactly(size) if size else b""
+
+    def _exactly(self, size: int, *, may_wait: bool = False) -> bytes:
+        found = self._some(size, may_wait=may_wait)
+        while len(found) < size:
+            found += self._some(size - len(found))
+        return found
+
+    def _some(self, limit: int, *, may_wait: bool = False) -> bytes:
+        while True:
+            try:
+                data = self._sock.recv(limit, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                if may_wait:
+                    continue
+                raise TransferTimeout("the peer stopped sending") from error
+            except OSError as error:
+                raise PeerLost(f"connection lost: {error}") from error
+            if not data:
+                raise PeerLost("connection closed")
+            return data
 
     def send_all(self, views: list[memoryview]) -> None:
         """Sends the views one after the other, straight from where they lie."""
@@ -221,7 +246,7 @@ class Connection:
                 raise PeerLost(f"connection lost: {error}") from error
             at = _advance(views, at, moved)
 
-    def receive_all(self, views: list[memoryview], *, may_wait: bool = False) -> None:
+    def receive_all(self, views: list[memoryview]) -> None:
         """Fills the views one after the other, straight from the socket."""
         at = 0
         while at < len(views):
@@ -229,14 +254,11 @@ class Connection:
                 batch = views[at : at + _IOVECS]
                 moved = self._sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:
-                if may_wait:
-                    continue
                 raise TransferTimeout("the peer stopped sending") from error
             except OSError as error:
                 raise PeerLost(f"connection lost: {error}") from error
             if moved == 0:
                 raise PeerLost("connection closed")
-            may_wait = False
             at = _advance(views, at, moved)
 
 
