@@ -25,6 +25,7 @@ from kernels.cpu.stripes import (
     move_block,
     move_bytes,
     settle,
+    touch,
 )
 from kernels.cpu.xxh3 import DIGEST_BYTES, LEAST, finish, start
 
@@ -34,6 +35,7 @@ ABREAST = 4
 _FAR = 1 << 40
 """More than a pool holds: what is checked with it cannot overflow."""
 _FEW = 24
+_PAGE = 4096
 
 _Place = tuple[int, np.ndarray, int]
 
@@ -225,6 +227,8 @@ def _hash_abreast(
         for k in range(ABREAST):
             ahead = here[k] + done + BLOCK
             if move:
+                if (there[k] + done + BLOCK) % _PAGE == 0:
+                    touch(there[k] + done + BLOCK)
                 move_and_hash_block(there[k] + done, here[k] + done, at + k * STRIPE, ahead)
             else:
                 hash_block(0, here[k] + done, at + k * STRIPE, ahead)
@@ -232,6 +236,7 @@ def _hash_abreast(
     for k in range(ABREAST):
         after = _where(source, size, min(first + ABREAST + k, total - 1))
         if move:
+            touch(_where(target, size, min(first + ABREAST + k, total - 1)))
             move_and_hash_end(there[k] + done, here[k] + done, at + k * STRIPE, after)
         else:
             hash_end(0, here[k] + done, at + k * STRIPE, after)

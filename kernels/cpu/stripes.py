@@ -152,6 +152,14 @@ def _move_bytes(typing_context: Any, target: Any, source: Any, size: Any) -> Any
     return types.none(types.int64, types.int64, types.int64), generate
 
 
+def _touch(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0], 0)
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
+
+
 def _settle(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -175,5 +183,7 @@ hash_last: Any = _intrinsic(_hash_last)
 """hash_last(source, sums): the input's last 64 bytes, if its last block is not whole."""
 move_bytes: Any = _intrinsic(_move_bytes)
 """move_bytes(target, source, size), by way of the cache."""
+touch: Any = _intrinsic(_touch)
+"""touch(address): so that the processor knows where it is when it writes there."""
 settle: Any = _intrinsic(_settle)
 """Makes stores that passed the cache by visible before whatever the thread does next."""
