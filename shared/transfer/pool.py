@@ -19,7 +19,8 @@ from shared.transfer.kernels import Kernels
 from shared.transfer.planes import Plane, bounds, joined, joined_pairs
 
 DIGEST_BYTES = 16
-BURST_BYTES = 2 * 1024 * 1024
+BURST_BYTES = 8 * 1024 * 1024
+"""Well under a millisecond of copying on a good machine, a few on a bad one."""
 _FEW = 4
 """So many units are done before a kernel has been told about them."""
 _COPY_RUN_BYTES = 128 * 1024
