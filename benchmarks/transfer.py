@@ -15,7 +15,9 @@ from statistics import median
 from rich.console import Console
 
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
+from benchmarks.rivals import NotThere
 from benchmarks.transfer_ends import BareSocket, Ends, Work
+from benchmarks.transfer_rivals import VERSUS, Versus
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SPARE = 2
@@ -38,32 +40,45 @@ CASES = (
     Case("shm-1m", "shm", 1 << 20, 0.9),
     Case("tcp-64k", "tcp", 64 << 10, 0.9),
 )
-NOT_MEASURED = {
-    "shm-vs-nixl": "no such rival yet",
-    "tcp-vs-nixl": "no such rival yet",
-    "tcp-vs-mooncake": "no such rival yet",
-}
+_VERSUS_BYTES = 64 << 10
+_DIGESTS = "shm-digests"
+_MOST_FOR_DIGESTS = 1.15
+_UNDIGESTED = ("--faults", "transfer.undigested=1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     console, machine = Console(highlight=False), Machine.here()
-    rows = []
+    num_bytes, missing = args.mib * _MIB, []
+    rows: list[Row] = []
+
+    def begin(name: str) -> bool:
+        if name in args.rows:
+            console.print(f"{name}: {args.mib} MiB, {args.rounds} rounds …")
+        return name in args.rows
+
     for case in CASES:
-        if case.name in args.rows:
-            console.print(f"{case.name}: {args.mib} MiB, {args.rounds} rounds …")
-            rows += asyncio.run(_case(case, args.mib * _MIB, args.rounds))
+        if begin(case.name):
+            rows += asyncio.run(_case(case, num_bytes, args.rounds))
+    if begin(_DIGESTS):
+        rows += asyncio.run(_digests(num_bytes, args.rounds))
+    for versus in VERSUS:
+        if begin(versus.name):
+            try:
+                rows += asyncio.run(_versus(versus, num_bytes, args.rounds))
+            except NotThere as error:
+                missing.append(f"{versus.name}: {error}")
     if "small" in args.rows:
         console.print(f"small: {args.pages} pages, one at a time …")
         rows += asyncio.run(_small(args.pages))
     print_rows(console, f"bench-transfer: {args.mib} MiB of scattered pages", rows, machine)
-    for name, why in NOT_MEASURED.items():
-        console.print(f"not measured: {name}: {why}", style="yellow", soft_wrap=True)
+    for line in missing:
+        console.print(f"not measured: {line}", style="yellow", soft_wrap=True)
     console.print(f"written to {write_rows('transfer', rows, machine)}", soft_wrap=True)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [*(case.name for case in CASES), "small"]
+    names = [*(case.name for case in CASES), _DIGESTS, *(versus.name for versus in VERSUS), "small"]
     parser = argparse.ArgumentParser(prog="make bench-transfer", description=__doc__)
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=9)
@@ -83,7 +98,8 @@ async def _case(case: Case, num_bytes: int, rounds: int) -> list[Row]:
     bare: list[float] = []
     with tempfile.TemporaryDirectory() as directory, BareSocket(work) as bare_socket:
         async with await Ends.start(work, case.transfer, Path(directory)) as ends:
-            for number in range(rounds + 1):  # the first one warms up and does not count
+            await ends.warm_up()
+            for number in range(rounds + 1):  # the first one does not count
                 bare_s = bare_socket.send_s(number) if case.transfer == "tcp" else ends.memcpy_s()
                 ours_s = await ends.send_s(number)
                 if number:
@@ -94,12 +110,53 @@ async def _case(case: Case, num_bytes: int, rounds: int) -> list[Row]:
     return [figure(case.name, "GiB/s", ours, less_is_better=False, against=against.value, goal=case.goal), against]
 
 
+async def _digests(num_bytes: int, rounds: int) -> list[Row]:
+    """Beside the same transfer without digests on either side."""
+    num_pages = num_bytes // _VERSUS_BYTES
+    work = Work(_VERSUS_BYTES, num_pages, _SPARE * num_pages)
+    made: list[float] = []
+    left_out: list[float] = []
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        async with (
+            await Ends.start(work, "shm", Path(other), _UNDIGESTED) as plain,
+            await Ends.start(work, "shm", Path(one)) as ends,
+        ):
+            await plain.warm_up()
+            await ends.warm_up()
+            for number in range(rounds + 1):
+                plain_s, ours_s = await plain.send_s(number), await ends.send_s(number)
+                if number:
+                    left_out.append(work.num_bytes / _GIB / plain_s)
+                    made.append(work.num_bytes / _GIB / ours_s)
+    against = figure(f"{_DIGESTS}-without", "GiB/s", left_out, less_is_better=False)
+    goal = round(1 / _MOST_FOR_DIGESTS, 2)
+    return [figure(_DIGESTS, "GiB/s", made, less_is_better=False, against=against.value, goal=goal), against]
+
+
+async def _versus(versus: Versus, num_bytes: int, rounds: int) -> list[Row]:
+    """Raises NotThere where the rival cannot be had."""
+    num_pages = num_bytes // _VERSUS_BYTES
+    work = Work(_VERSUS_BYTES, num_pages, _SPARE * num_pages)
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory() as directory, versus.make(work) as rival:
+        async with await Ends.start(work, versus.transfer, Path(directory)) as ends:
+            await ends.warm_up()
+            for number in range(rounds + 1):
+                rival_s, ours_s = rival.ask("send", seed=number), await ends.send_s(number)
+                if number:
+                    theirs.append(work.num_bytes / _GIB / rival_s)
+                    ours.append(work.num_bytes / _GIB / ours_s)
+        name = f"{versus.name}-{rival.name}"
+    against = figure(name, "GiB/s", theirs, less_is_better=False)
+    return [figure(versus.name, "GiB/s", ours, less_is_better=False, against=against.value, goal=1.0), against]
+
+
 async def _small(num_pages: int) -> list[Row]:
     work = Work(_SMALL_BYTES, 1, 64)
     with tempfile.TemporaryDirectory() as directory:
         async with await Ends.start(work, "shm", Path(directory)) as ends:
-            for number in range(20):
-                await ends.send_s(number)
+            await ends.warm_up()
             taken = [1e6 * await ends.send_s(number) for number in range(num_pages)]
     p99 = sorted(taken)[int(0.99 * len(taken))]
     rows = [figure("small", "µs", [median(taken)], against=_SMALL_AIM_US, goal=1.0)]

@@ -68,11 +68,11 @@ class End:
     link: SidecarLink
 
     @classmethod
-    async def start(cls, work: Work, name: str, transfer: str, directory: Path) -> Self:
+    async def start(cls, work: Work, name: str, transfer: str, directory: Path, flags: tuple[str, ...]) -> Self:
         fd = create_pool(work.layout)
         pool = np.frombuffer(mmap.mmap(fd, work.layout.total_bytes), dtype=np.uint8)
         pool[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8), len(pool))
-        options = SidecarOptions(name, directory, transfer=transfer)
+        options = SidecarOptions(name, directory, transfer=transfer, arguments=flags)
         link = await SidecarLink.start(options, fd, work.layout)
         async with asyncio.timeout(_COMPILE_S):
             while not (await link.counters())["compiled"]:  # noqa: ASYNC110 - a sidecar tells nobody
@@ -86,7 +86,7 @@ class End:
 
 @dataclass(slots=True)
 class Ends:
-    """`async with`: a sender and a receiver over one way."""
+    """`async with`: a sender and a receiver over one way. flags: of both sidecars."""
 
     work: Work
     transfer: str
@@ -95,9 +95,10 @@ class Ends:
     receiver: End
 
     @classmethod
-    async def start(cls, work: Work, transfer: str, directory: Path) -> Self:
-        sender = await End.start(work, "sender", transfer, directory)
-        return cls(work, transfer, directory, sender, await End.start(work, "receiver", transfer, directory))
+    async def start(cls, work: Work, transfer: str, directory: Path, flags: tuple[str, ...] = ()) -> Self:
+        sender = await End.start(work, "sender", transfer, directory, flags)
+        receiver = await End.start(work, "receiver", transfer, directory, flags)
+        return cls(work, transfer, directory, sender, receiver)
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,10 +109,18 @@ class Ends:
         await self.sender.close()
         await self.receiver.close()
 
+    async def warm_up(self) -> None:
+        """Moves every page of the pools once: those that a sidecar sees for the first time cost more."""
+        for first in range(0, self.work.pool_pages, self.work.num_pages):
+            pages = tuple(range(first, first + self.work.num_pages))
+            await self._send_s(pages, pages)
+
     async def send_s(self, seed: int) -> float:
         """From asking the own sidecar until the receiver's has confirmed that all of it landed. The ticket is opened
         before and closed after."""
-        source, target = self.work.pages(seed), self.work.pages(seed + 1)
+        return await self._send_s(self.work.pages(seed), self.work.pages(seed + 1))
+
+    async def _send_s(self, source: tuple[int, ...], target: tuple[int, ...]) -> float:
         key = TicketKey(next(_rooms), 1)
         await self.receiver.link.open(key, _secret, (target,), lambda _key: None)
         address, pieces = self.receiver.link.address, (Piece(0, 0, source, _ROWS),)

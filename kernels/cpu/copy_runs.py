@@ -25,12 +25,17 @@ from kernels.cpu.stripes import (
     move_block,
     move_bytes,
     settle,
+    touch,
 )
 from kernels.cpu.xxh3 import DIGEST_BYTES, LEAST, finish, start
 
 _WHOLE_JOB = 1 << 62
+ABREAST = 4
+"""Units that are read at the same time: memory serves several places faster than one after the other."""
 _FAR = 1 << 40
 """More than a pool holds: what is checked with it cannot overflow."""
+_FEW = 24
+_PAGE = 4096
 
 _Place = tuple[int, np.ndarray, int]
 
@@ -67,7 +72,7 @@ class Units:
         if self.num_layers < 1:
             raise ValueError("there is at least one layer")
         if len(self.units):
-            first, last = int(self.units.min()), int(self.units.max())
+            first, last = bounds(self.units)
             end = self.offset + (self.num_layers - 1) * self.layer_bytes + (last + 1) * self.unit_bytes
             if first < 0 or end > len(self.data):
                 raise ValueError("a unit lies outside its pool")
@@ -116,6 +121,14 @@ def digest_units(source: Units, digests: np.ndarray, first: int = 0, limit_bytes
     return int(_digest(digests, source.place, source.unit_bytes, source.total, first, limit_bytes))
 
 
+def bounds(units: np.ndarray) -> tuple[int, int]:
+    """The least and the greatest of at least one."""
+    if len(units) <= _FEW:  # numpy's reductions take longer to begin
+        few = units.tolist()
+        return min(few), max(few)
+    return int(units.min()), int(units.max())
+
+
 def can_digest(unit_bytes: int) -> bool:
     """xxh3 treats short inputs otherwise."""
     return unit_bytes >= LEAST
@@ -145,39 +158,43 @@ def _check_digests(source: Units, digests: np.ndarray) -> None:
 
 
 @inlined
-def _move(target: int, source: int, size: int) -> None:
+def _move(target: int, source: int, size: int, after: int) -> None:
+    """after: what is read after this."""
     done = min(-target % ALIGN, size)
     if done:
         move_bytes(target, source, done)
-    while done + BLOCK <= size:
-        move_block(target + done, source + done)
+    while done + 2 * BLOCK <= size:
+        move_block(target + done, source + done, 0, source + done + BLOCK)
+        done += BLOCK
+    if done + BLOCK <= size:
+        move_block(target + done, source + done, 0, after)
         done += BLOCK
     if done < size:
         move_bytes(target + done, source + done, size - done)
 
 
 @inlined
-def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndarray) -> None:
-    """source: what is moved to the target first, 0 for nothing."""
+def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndarray, after: int) -> None:
+    """source: what is moved to the target first, 0 for nothing. after: what is read after this."""
     start(sums)
     at = sums.ctypes.data
     passing = source != 0 and target % ALIGN == 0
     done = 0
     while done + BLOCK < size:  # the last block, even a whole one, is not scrambled
         if passing:
-            move_and_hash_block(target + done, source + done, at)
+            move_and_hash_block(target + done, source + done, at, source + done + BLOCK)
         else:
             if source != 0:
                 move_bytes(target + done, source + done, BLOCK)
-            hash_block(target + done, at)
+            hash_block(0, target + done, at, target + done + BLOCK)
         done += BLOCK
     if done + BLOCK == size and passing:
-        move_and_hash_end(target + done, source + done, at)
+        move_and_hash_end(target + done, source + done, at, after)
     else:
         if source != 0:
             move_bytes(target + done, source + done, size - done)
         if done + BLOCK == size:
-            hash_end(target + done, at)
+            hash_end(0, target + done, at, after)
         else:
             for number in range((size - 1 - done) // STRIPE):
                 hash_stripe(target + done + number * STRIPE, at, number)
@@ -185,20 +202,60 @@ def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndar
     finish(sums, size, digest)
 
 
+@inlined
+def _where(place: _Place, size: int, number: int) -> int:
+    """Address of a unit by its number in the job."""
+    begin, units, layer_bytes = place
+    layer, k = divmod(number, len(units))
+    address: int = begin + layer * layer_bytes + units[k] * size
+    return address
+
+
+@inlined
+def _hash_abreast(
+    target: _Place, source: _Place, size: int, first: int, total: int, sums: np.ndarray, digests: np.ndarray, move: bool
+) -> None:
+    """`_hash` of ABREAST units of whole blocks, a block of each in turn."""
+    here, there = np.empty(ABREAST, np.int64), np.empty(ABREAST, np.int64)
+    for k in range(ABREAST):
+        here[k] = _where(source, size, first + k)
+        there[k] = _where(target, size, first + k) if move else 0
+        start(sums[k])
+    at = sums.ctypes.data
+    done = 0
+    while done + BLOCK < size:
+        for k in range(ABREAST):
+            ahead = here[k] + done + BLOCK
+            if move:
+                if (there[k] + done + BLOCK) % _PAGE == 0:
+                    touch(there[k] + done + BLOCK)
+                move_and_hash_block(there[k] + done, here[k] + done, at + k * STRIPE, ahead)
+            else:
+                hash_block(0, here[k] + done, at + k * STRIPE, ahead)
+        done += BLOCK
+    for k in range(ABREAST):
+        after = _where(source, size, min(first + ABREAST + k, total - 1))
+        if move:
+            touch(_where(target, size, min(first + ABREAST + k, total - 1)))
+            move_and_hash_end(there[k] + done, here[k] + done, at + k * STRIPE, after)
+        else:
+            hash_end(0, here[k] + done, at + k * STRIPE, after)
+        finish(sums[k], size, digests[first + k])
+
+
 @compiled_for_one_thread(_int(_place, _place, *_job))
 def _copy(target: _Place, source: _Place, size: int, total: int, first: int, limit: int) -> int:
-    to, into, target_layer = target
-    begin, units, source_layer = source
+    into, units = target[1], source[1]
     at, left = first, limit
     while at < total:
-        layer, k = divmod(at, len(units))
+        k = at % len(units)
         run = 1
         while k + run < len(units) and run * size < left:
             if units[k + run] != units[k] + run or into[k + run] != into[k] + run:
                 break
             run += 1
-        there, here = to + layer * target_layer, begin + layer * source_layer
-        _move(there + into[k] * size, here + units[k] * size, run * size)
+        after = _where(source, size, min(at + run, total - 1))
+        _move(_where(target, size, at), _where(source, size, at), run * size, after)
         at += run
         left -= run * size
         if left <= 0:
@@ -211,16 +268,19 @@ def _copy(target: _Place, source: _Place, size: int, total: int, first: int, lim
 def _copy_and_digest(
     digests: np.ndarray, target: _Place, source: _Place, size: int, total: int, first: int, limit: int
 ) -> int:
-    to, into, target_layer = target
-    begin, units, source_layer = source
-    sums = np.empty(8, np.uint64)
+    sums = np.empty((ABREAST, 8), np.uint64)
+    abreast = size % BLOCK == 0 and target[0] % ALIGN == 0 and target[2] % ALIGN == 0
     at, left = first, limit
     while at < total:
-        layer, k = divmod(at, len(units))
-        there, here = to + layer * target_layer, begin + layer * source_layer
-        _hash(there + into[k] * size, here + units[k] * size, size, sums, digests[at])
-        at += 1
-        left -= size
+        if abreast and at + ABREAST <= total and left > (ABREAST - 1) * size:
+            _hash_abreast(target, source, size, at, total, sums, digests, True)
+            done = ABREAST
+        else:
+            after = _where(source, size, min(at + 1, total - 1))
+            _hash(_where(target, size, at), _where(source, size, at), size, sums[0], digests[at], after)
+            done = 1
+        at += done
+        left -= done * size
         if left <= 0:
             break
     settle()
@@ -229,14 +289,18 @@ def _copy_and_digest(
 
 @compiled_for_one_thread(_int(_digests, _place, *_job))
 def _digest(digests: np.ndarray, source: _Place, size: int, total: int, first: int, limit: int) -> int:
-    begin, units, source_layer = source
-    sums = np.empty(8, np.uint64)
+    sums = np.empty((ABREAST, 8), np.uint64)
     at, left = first, limit
     while at < total:
-        layer, k = divmod(at, len(units))
-        _hash(begin + layer * source_layer + units[k] * size, 0, size, sums, digests[at])
-        at += 1
-        left -= size
+        if size % BLOCK == 0 and at + ABREAST <= total and left > (ABREAST - 1) * size:
+            _hash_abreast(source, source, size, at, total, sums, digests, False)
+            done = ABREAST
+        else:
+            after = _where(source, size, min(at + 1, total - 1))
+            _hash(_where(source, size, at), 0, size, sums[0], digests[at], after)
+            done = 1
+        at += done
+        left -= done * size
         if left <= 0:
             break
     return at

@@ -33,7 +33,6 @@ PRIME32_1 = 0x9E3779B1
 _SCRAMBLE_AT, _LAST_AT = len(SECRET) - STRIPE, len(SECRET) - STRIPE - 7
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FOUR = ir.VectorType(_I64, 4)
-_PREFETCH_AHEAD = 1024
 
 
 def _lanes(value: int) -> Any:
@@ -70,14 +69,18 @@ def _prefetch(builder: Any, address: Any, offset: int) -> None:
     )
 
 
-def _over(builder: Any, target: Any, source: Any, sums: Any, secrets: tuple[int, ...], *, scramble: bool) -> None:
-    """One stripe for each secret. target, sums: an address, or None: not moved, not hashed."""
+def _over(
+    builder: Any, target: Any, source: Any, sums: Any, ahead: Any, secrets: tuple[int, ...], *, scramble: bool
+) -> None:
+    """One stripe for each secret. target, sums: an address, or None: not moved, not hashed. ahead: of what is fetched
+    meanwhile for the next call, None: nothing."""
     halves = (0, STRIPE // 2)
     held = [builder.load(_at(builder, sums, half), align=8) for half in halves] if sums else []
     temporal = builder.module.add_metadata([_I32(1)])
     for number, secret in enumerate(secrets):
         start = number * STRIPE
-        _prefetch(builder, source, start + _PREFETCH_AHEAD)
+        if ahead:
+            _prefetch(builder, ahead, start)
         data = [builder.load(_at(builder, source, start + half), align=1) for half in halves]
         for k, half in enumerate(halves):
             if target:
@@ -96,44 +99,19 @@ _WHOLE = tuple(range(0, 8 * (BLOCK // STRIPE), 8))
 _END = (*_WHOLE[:-1], _LAST_AT)
 
 
-def _move_block(typing_context: Any, target: Any, source: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _over(builder, arguments[0], arguments[1], None, _WHOLE, scramble=False)
-        return context.get_dummy_value()
+def _block(secrets: tuple[int, ...], *, move: bool, hashed: bool, scramble: bool) -> Any:
+    """An intrinsic over one block."""
 
-    return types.none(types.int64, types.int64), generate
+    def typed(typing_context: Any, target: Any, source: Any, sums: Any, ahead: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            target, source, sums, ahead = arguments
+            into, onto = target if move else None, sums if hashed else None
+            _over(builder, into, source, onto, ahead, secrets, scramble=scramble)
+            return context.get_dummy_value()
 
+        return types.none(types.int64, types.int64, types.int64, types.int64), generate
 
-def _hash_block(typing_context: Any, source: Any, sums: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _over(builder, None, arguments[0], arguments[1], _WHOLE, scramble=True)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64), generate
-
-
-def _move_and_hash_block(typing_context: Any, target: Any, source: Any, sums: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _over(builder, arguments[0], arguments[1], arguments[2], _WHOLE, scramble=True)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64, types.int64), generate
-
-
-def _hash_end(typing_context: Any, source: Any, sums: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _over(builder, None, arguments[0], arguments[1], _END, scramble=False)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64), generate
-
-
-def _move_and_hash_end(typing_context: Any, target: Any, source: Any, sums: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _over(builder, arguments[0], arguments[1], arguments[2], _END, scramble=False)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64, types.int64), generate
+    return _intrinsic(typed)
 
 
 def _hash_stripe(typing_context: Any, source: Any, sums: Any, number: Any) -> Any:
@@ -159,7 +137,7 @@ def _hash_stripe(typing_context: Any, source: Any, sums: Any, number: Any) -> An
 
 def _hash_last(typing_context: Any, source: Any, sums: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _over(builder, None, arguments[0], arguments[1], (_LAST_AT,), scramble=False)
+        _over(builder, None, arguments[0], arguments[1], None, (_LAST_AT,), scramble=False)
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64), generate
@@ -174,6 +152,14 @@ def _move_bytes(typing_context: Any, target: Any, source: Any, size: Any) -> Any
     return types.none(types.int64, types.int64, types.int64), generate
 
 
+def _touch(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0], 0)
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
+
+
 def _settle(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -182,19 +168,22 @@ def _settle(typing_context: Any) -> Any:
     return types.none(), generate
 
 
-move_block: Any = _intrinsic(_move_block)
-"""move_block(target, source), past the cache."""
-hash_block: Any = _intrinsic(_hash_block)
-"""hash_block(source, sums): into the eight running sums of xxh3."""
-move_and_hash_block: Any = _intrinsic(_move_and_hash_block)
-hash_end: Any = _intrinsic(_hash_end)
-"""hash_end(source, sums): the input's last block, if it is whole."""
-move_and_hash_end: Any = _intrinsic(_move_and_hash_end)
+move_block: Any = _block(_WHOLE, move=True, hashed=False, scramble=False)
+"""move_block(target, source, sums, ahead): past the cache. All of these fetch the block at `ahead`, which is next, and
+do not look at an address that their name says nothing of."""
+hash_block: Any = _block(_WHOLE, move=False, hashed=True, scramble=True)
+"""Into the eight running sums of xxh3."""
+move_and_hash_block: Any = _block(_WHOLE, move=True, hashed=True, scramble=True)
+hash_end: Any = _block(_END, move=False, hashed=True, scramble=False)
+"""The input's last block, if it is whole."""
+move_and_hash_end: Any = _block(_END, move=True, hashed=True, scramble=False)
 hash_stripe: Any = _intrinsic(_hash_stripe)
 """hash_stripe(source, sums, number): one stripe of a block that is not whole."""
 hash_last: Any = _intrinsic(_hash_last)
 """hash_last(source, sums): the input's last 64 bytes, if its last block is not whole."""
 move_bytes: Any = _intrinsic(_move_bytes)
 """move_bytes(target, source, size), by way of the cache."""
+touch: Any = _intrinsic(_touch)
+"""touch(address): so that the processor knows where it is when it writes there."""
 settle: Any = _intrinsic(_settle)
 """Makes stores that passed the cache by visible before whatever the thread does next."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from services.sidecar.settings import SidecarProcessSettings
 from shared.protocol.messages import LinkAddress, WorkerReport
+from shared.runtime.eager import begin
 from shared.runtime.errors import BatonError
 from shared.runtime.ids import new_boot_id
 from shared.runtime.tasks import TaskOwner
@@ -31,10 +32,11 @@ from shared.transfer.control import (
     Reply,
     Send,
     digests_of,
+    first_frame,
     frame,
     from_worker,
-    read_frame,
 )
+from shared.transfer.control_socket import ControlSocket
 from shared.transfer.door import Door
 from shared.transfer.kernels import load_kernels
 from shared.transfer.link import TicketKey
@@ -42,6 +44,7 @@ from shared.transfer.outbox import Outbox
 from shared.transfer.pool import Pool
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
+from shared.transfer.warm import Warmer
 
 _log = logging.getLogger(__name__)
 
@@ -53,30 +56,28 @@ async def run(settings: SidecarProcessSettings) -> None:
     first, fds, _, _ = socket.recv_fds(control, len(POOL_BYTE), 1)
     if first != POOL_BYTE or not fds:
         raise ControlError("the worker's first byte carries the pool")
-    reader, writer = await asyncio.open_unix_connection(sock=control)
-    body = await read_frame(reader)
+    body = first_frame(control)
     attach = from_worker(body) if body is not None else None
     if not isinstance(attach, Attach):
         raise ControlError("the worker says first what its pool looks like")
-    sidecar = Sidecar(settings, fds[0], attach, writer)
+    sidecar = Sidecar(settings, fds[0], attach)
     try:
-        await sidecar.serve(reader)
+        await sidecar.serve(control)
     finally:
         await sidecar.close()
-        writer.close()
 
 
 class Sidecar:
     """Owns the pool's descriptor."""
 
-    def __init__(
-        self, settings: SidecarProcessSettings, pool_fd: int, attach: Attach, writer: asyncio.StreamWriter
-    ) -> None:
-        self._settings, self._writer = settings, writer
+    def __init__(self, settings: SidecarProcessSettings, pool_fd: int, attach: Attach) -> None:
+        self._settings = settings
+        self._control: ControlSocket | None = None
         self._loop = asyncio.get_running_loop()
         self._boot_id, self._host = new_boot_id(), socket.gethostname()
         self._pool_fd = pool_fd
         pool = self._pool = Pool.map(pool_fd, attach.layout, writable=True)
+        self._warmer = Warmer(pool)
         self._door = Door(attach.layout, self._on_first_bytes)
         self._complete = threading.Event()
         self._complete.set()
@@ -87,22 +88,37 @@ class Sidecar:
         self.address = self._describe()
         self._outbox = Outbox(attach.layout, self._backends, self._on_moving)
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Returns when the worker closed the control socket."""
+    async def serve(self, control: socket.socket) -> None:
+        """Returns when the worker closed the control socket, which belongs to the sidecar from now on."""
+        ended: asyncio.Future[Exception | None] = self._loop.create_future()
         async with TaskOwner() as tasks:
             if self._settings.nats_url:
                 tasks.spawn(self._report(), "reports")
             tasks.spawn(self._compile(), "kernels")
-            self._tell(Ready(address=self.address))
-            while (body := await read_frame(reader)) is not None:
+
+            def on_frame(body: bytes) -> None:
                 message = from_worker(body)
                 if isinstance(message, Attach):
                     raise ControlError("a worker attaches once")
-                tasks.spawn(self._answer(message), message.kind)
+                if (rest := begin(self._answer(message))) is not None:
+                    tasks.spawn(rest, message.kind)
+
+            def on_end(error: Exception | None) -> None:
+                if not ended.done():
+                    ended.set_result(error)
+
+            self._control = ControlSocket(control, on_frame, on_end)
+            self._tell(Ready(address=self.address))
+            error = await ended
+            if error is not None:
+                raise error
 
     async def close(self) -> None:
         """Ends every transfer, both ways."""
+        if self._control is not None:
+            self._control.close()
         await self._outbox.close()
+        await asyncio.to_thread(self._warmer.close)
         for backend in self._backends:
             await asyncio.to_thread(backend.close)
         os.close(self._pool_fd)
@@ -179,6 +195,7 @@ class Sidecar:
             return done.model_copy(update={"counters": self._counters()})
         if isinstance(message, Open):
             self._door.open(message.key, message.secret, message.units)
+            self._warmer.soon(message.units)
             return done
         if isinstance(message, Send):
             await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)
@@ -199,8 +216,7 @@ class Sidecar:
         await quiesced.wait()
 
     def _on_first_bytes(self, key: TicketKey, backend: str) -> None:
-        moving = Moving(room=key.room, generation=key.generation, backend=backend, receiving=True)
-        self._on_loop(lambda: self._tell(moving))
+        self._tell(Moving(room=key.room, generation=key.generation, backend=backend, receiving=True))
 
     def _on_moving(self, key: TicketKey, backend: str) -> None:
         self._tell(Moving(room=key.room, generation=key.generation, backend=backend, receiving=False))
@@ -211,5 +227,6 @@ class Sidecar:
             self._loop.call_soon_threadsafe(call)
 
     def _tell(self, message: Ready | Reply | Moving) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(frame(message))
+        """From any thread."""
+        if self._control is not None:
+            self._control.send(frame(message))

@@ -9,7 +9,7 @@ Invariants: a writer enters only in OPEN and FILLING; QUIESCED is reached only w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from shared.machines.stepping import Event, IllegalTransition, Outcome, Step, next_state
@@ -91,7 +91,7 @@ def step(ticket: ReceivingTicket, event: Event) -> Step[ReceivingTicket]:
     if writers < 0:
         raise IllegalTransition(f"{type(event).__name__} in {ticket.state.name} with no writers")
     after = SETTLED.get((entered, writers > 0), entered)
-    return Step(replace(ticket, state=after, writers=writers), _effects(ticket.state, entered, after))
+    return Step(ReceivingTicket(ticket.generation, after, writers), _effects(ticket.state, entered, after))
 
 
 def _effects(before: ReceivingState, entered: ReceivingState, after: ReceivingState) -> tuple[Effect, ...]:

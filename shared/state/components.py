@@ -6,6 +6,7 @@ component's unit is one request slot with a single row, a RING component's unit 
 shape `outer + (unit_tokens,) + inner`, so a head slice and a row range are both plain strides.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,11 @@ class IndexKind(StrEnum):
     PAGE = "page"
     REQUEST = "request"
     RING = "ring"
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return int(np.dtype(dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class StateComponent:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of one layer, all of `outer` together."""
-        return math.prod(self.outer) * math.prod(self.inner) * np.dtype(self.dtype).itemsize
+        return math.prod(self.outer) * math.prod(self.inner) * _itemsize(self.dtype)
 
     @property
     def unit_bytes(self) -> int:

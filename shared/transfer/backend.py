@@ -5,6 +5,7 @@ A backend has two halves. Its *listener* serves peers that connect (see `listene
 never holds an event loop.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -19,11 +20,13 @@ Digests = list[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One transfer: the right to make it, and what to move."""
+    """One transfer: the right to make it, and what to move. go_on(num_bytes): called before each burst, blocks until it
+    may be moved, raises to end the transfer; None: nothing else wants the way."""
 
     key: TicketKey
     secret: bytes
     pieces: tuple[Piece, ...]
+    go_on: Callable[[int], None] | None = None
 
 
 class Event(Protocol):
@@ -43,19 +46,33 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class Faults:
     """Injected failures, for tests only. delay_s: pause before each layer (shm: of the receiver, tcp: of the sender).
-    corrupt: the receiver spoils the first byte of each component it writes."""
+    corrupt: the receiver spoils the first byte of each component it writes. undigested: over shm both sides leave the
+    digests out, which shows what they cost."""
 
     delay_s: float = 0.0
     corrupt: bool = False
+    undigested: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Out of a list such as `transfer.delay_s=0.05,transfer.corrupt=1`; points of other parts are skipped."""
         pairs = [entry.strip().partition("=") for entry in text.split(",")]
         given = {name.removeprefix("transfer."): value for name, _, value in pairs if name.startswith("transfer.")}
-        if unknown := set(given) - {"delay_s", "corrupt"}:
+        if unknown := set(given) - {"delay_s", "corrupt", "undigested"}:
             raise ValueError(f"no such fault: transfer.{unknown.pop()}")
-        return cls(float(given.get("delay_s", "0")), given.get("corrupt", "0") == "1")
+        corrupt, undigested = (given.get(name, "0") == "1" for name in ("corrupt", "undigested"))
+        return cls(float(given.get("delay_s", "0")), corrupt, undigested)
+
+
+class Begun(Protocol):
+    """A transfer that the peer has been told of."""
+
+    def poll(self, wait_s: float) -> Digests | None:
+        """What `transfer` returns, or None if it is not confirmed within `wait_s`, during which the thread stays
+        awake. Raises what `transfer` does."""
+
+    def finish(self) -> Digests:
+        """Blocks for it."""
 
 
 class Channel(Protocol):
@@ -64,6 +81,10 @@ class Channel(Protocol):
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
         """Blocks until the peer has confirmed that all of it landed, and returns the digests of the source bytes. No
         byte is read before `event` is set. Ends exactly once: with a result, or with a TransferError."""
+
+    def begin(self, manifest: Manifest) -> Begun | None:
+        """Starts a transfer whose source is complete, if it is so small that the peer is likely to be done before a
+        thread could be woken for it; blocks for next to nothing. None: that is for `transfer`."""
 
     def abort(self) -> None:
         """From any thread: makes a transfer under way fail at once."""

@@ -4,14 +4,15 @@ The worker's first byte carries its pool's descriptor; then `Attach`, answered b
 the sidecar. Requests are carried out as they come and answered in any order.
 """
 
-import asyncio
+import socket
 import struct
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, Room, WireModel
-from shared.protocol.packing import PackedBytes
+from shared.protocol.packing import PackedBytes, PackedUnits, as_json
 from shared.state.layout import PoolLayout
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
 
@@ -43,7 +44,7 @@ class Request(WireModel):
 class Open(Request):
     kind: Literal["open"] = "open"
     secret: PackedBytes
-    units: tuple[tuple[int, ...], ...]
+    units: tuple[PackedUnits, ...]
 
 
 class Send(Request):
@@ -93,19 +94,41 @@ class ControlError(Exception):
 
 
 def frame(message: WireModel) -> bytes:
-    body = message.model_dump_json().encode()
+    body = as_json(message)
     return _LENGTH.pack(len(body)) + body
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message, None at the end of the stream. Raises ControlError for a frame that is too long."""
-    try:
-        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if size > MAX_FRAME_BYTES:
-            raise ControlError(f"a control message of {size} bytes")
-        return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError):
+class FrameBuffer:
+    """The bytes of a stream until they are whole messages."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """The messages that `data` completes. Raises ControlError at one that is too long."""
+        self._held += data
+        while len(self._held) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._held)
+            if size > MAX_FRAME_BYTES:
+                raise ControlError(f"a control message of {size} bytes")
+            end = _LENGTH.size + size
+            if len(self._held) < end:
+                return
+            body = bytes(self._held[_LENGTH.size : end])
+            del self._held[:end]
+            yield body
+
+
+def first_frame(sock: socket.socket) -> bytes | None:
+    """Blocks for the next message and reads no further; None at the end of the stream."""
+    head = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(head) < _LENGTH.size:
         return None
+    (size,) = _LENGTH.unpack(head)
+    if size > MAX_FRAME_BYTES:
+        raise ControlError(f"a control message of {size} bytes")
+    body = sock.recv(size, socket.MSG_WAITALL)
+    return body if len(body) == size else None
 
 
 def from_worker(body: bytes) -> FromWorker:

@@ -7,7 +7,7 @@ nothing else. `fence` closes a ticket and reports once no transfer of it is insi
 import hmac
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,7 @@ from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
 from shared.state.layout import PoolLayout
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
-from shared.transfer.pool import Run
+from shared.transfer.pool import Run, units_array
 from shared.transfer.wire import Header, WirePiece, sign
 
 _NUM_TOMBSTONES = 4096
@@ -40,6 +40,30 @@ class Refused(TransferRefused):
         self.reason = reason
 
 
+class Stop:
+    """A threading.Event for one waiter, who seldom comes: making a real one takes longer than a small copy."""
+
+    __slots__ = ("_event", "_set")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._event: threading.Event | None = None
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        if self._event is not None:
+            self._event.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        event = self._event = threading.Event()
+        if self._set:  # maybe before anybody could see the event
+            event.set()
+        return event.wait(timeout)
+
+
 @dataclass(slots=True, eq=False)
 class Grant:
     """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set."""
@@ -48,7 +72,7 @@ class Grant:
     backend: str
     pieces: tuple[WirePiece, ...]
     runs: tuple[Run, ...]
-    stopped: threading.Event
+    stopped: Stop
     stop: Callable[[], None]
 
 
@@ -56,7 +80,7 @@ class Grant:
 class _Entry:
     ticket: ReceivingTicket
     secret: bytes
-    units: tuple[tuple[int, ...], ...]
+    units: tuple[np.ndarray, ...]
     ledger: Ledger
     grants: list[Grant] = field(default_factory=list)
     on_quiesced: list[Callable[[], None]] = field(default_factory=list)
@@ -74,19 +98,18 @@ class Door:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._counters: Counter[str] = Counter()
 
-    def open(self, key: TicketKey, secret: bytes, units: tuple[tuple[int, ...], ...]) -> None:
+    def open(self, key: TicketKey, secret: bytes, units: Sequence[Sequence[int]]) -> None:
         """Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
         components = self._layout.components
         if len(units) != len(components) or not secret:
             raise InvalidRequest("a ticket needs a secret and one table for each component")
-        for component, table in zip(components, units, strict=True):
-            limit = self._layout.units_of(component)
-            if len(set(table)) != len(table) or not all(0 <= unit < limit for unit in table):
-                raise InvalidRequest(f"component {component.name}: units repeat or lie outside the pool")
+        tables = tuple(
+            _table(units[k], self._layout.units_of(component), component.name) for k, component in enumerate(components)
+        )
         with self._lock:
             if key in self._entries:
                 raise InvalidRequest("the ticket is open")
-            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units, Ledger(components))
+            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, tables, Ledger(components))
             self._live[key.room] += 1
 
     def admit(
@@ -100,14 +123,15 @@ class Door:
             if not hmac.compare_digest(sign(entry.secret, nonce, header.sequence, raw), mac):
                 raise Refused("bad_mac")
             runs = tuple(self._run(entry, piece) for piece in header.pieces)
-            _check_overlap(header.pieces)
+            if len(header.pieces) > 1:
+                _check_overlap(header.pieces)
             for other in entry.grants:
                 _check_overlap((*header.pieces, *other.pieces))
             moved = step(entry.ticket, WriterEntered(key.generation))
             entry.ticket = moved.ticket
             for piece in header.pieces:
                 entry.ledger.drop(piece.component, piece.first_unit, piece.num_units)
-            grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop)
+            grant = Grant(key, backend, header.pieces, runs, Stop(), stop)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:
@@ -218,6 +242,16 @@ class Door:
         self._ended[key.room] = None
         if len(self._ended) > _NUM_TOMBSTONES:
             self._ended.popitem(last=False)
+
+
+def _table(units: Sequence[int], limit: int, name: str) -> np.ndarray:
+    """The units as an array, or InvalidRequest unless each is one of `limit` and named once."""
+    table, seen = units_array(units), np.zeros(limit, dtype=bool)
+    if len(table) and int(table.min()) >= 0 and int(table.max()) < limit:
+        seen[table] = True
+    if np.count_nonzero(seen) != len(table):
+        raise InvalidRequest(f"component {name}: units repeat or lie outside the pool")
+    return table
 
 
 def _check_overlap(pieces: tuple[WirePiece, ...]) -> None:

@@ -46,9 +46,10 @@ class Ledger:
     def _make_room(self, component: int, num_units: int) -> None:
         held = len(self._rows[component])
         if num_units > held:
-            more = max(num_units, 2 * held) - held
-            self._rows[component] = np.pad(self._rows[component], (0, more))
-            self._digests[component] = np.pad(self._digests[component], ((0, more), (0, 0), (0, 0)))
+            rows, digests, room = self._rows[component], self._digests[component], max(num_units, 2 * held)
+            self._rows[component] = np.zeros(room, rows.dtype)
+            self._digests[component] = np.zeros((room, *digests.shape[1:]), digests.dtype)
+            self._rows[component][:held], self._digests[component][:held] = rows, digests
 
 
 def _receipt(component: StateComponent, rows: np.ndarray, digests: np.ndarray) -> ComponentReceipt:

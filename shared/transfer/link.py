@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.protocol.messages import LinkAddress
+from shared.protocol.packing import PackedUnits
 from shared.runtime.errors import PeerLost
 
 
@@ -30,7 +31,7 @@ class Piece:
 
     component: int
     first_unit: int
-    units: tuple[int, ...]
+    units: PackedUnits
     rows_in_last: int
 
 

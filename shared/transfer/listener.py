@@ -18,6 +18,7 @@ from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.wire import (
     MAC_BYTES,
     NONCE_BYTES,
+    YES,
     Answer,
     Connection,
     Greeting,
@@ -149,17 +150,18 @@ class Listener:
                 connection.send(Answer(ok=False, reason=error.reason, message=str(error)))
                 continue
             trusted = True
-            connection.send(self._transfer(mover, grant))
+            connection.send_frame(self._transfer(mover, grant))
 
-    def _transfer(self, mover: Mover, grant: Grant) -> Answer:
+    def _transfer(self, mover: Mover, grant: Grant) -> bytes:
         try:
             digests = mover.land(grant)
             done = self._door.landed(grant, digests)
         finally:
             self._door.leave(grant)
         if not done:
-            return Answer(ok=False, reason="fenced", message="the ticket was fenced meanwhile")
-        return Answer(ok=True)
+            refused = Answer(ok=False, reason="fenced", message="the ticket was fenced meanwhile")
+            return refused.model_dump_json().encode()
+        return YES
 
 
 def greeting(body: bytes, own: tuple[StateComponent, ...]) -> Greeting:

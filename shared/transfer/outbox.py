@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from shared.protocol.messages import LinkAddress
@@ -20,7 +21,9 @@ from shared.transfer.link import Piece, Receipt, TicketKey
 
 _PER_PEER = 2
 _MAX_THREADS = 16
-_IDLE_S = 5.0
+_AT_ONCE_S = 0.0002
+"""How long the loop itself waits for a small transfer, before a thread does."""
+_IDLE_S = 60.0
 """How long a channel that nobody uses stays open for the next hand-off to the same peer."""
 T = TypeVar("T")
 
@@ -31,6 +34,8 @@ class _Peer:
 
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PER_PEER))
     idle: list[tuple[Backend, Channel]] = field(default_factory=list)
+    expiries: dict[Channel, asyncio.TimerHandle] = field(default_factory=dict)
+    """Of the idle ones."""
     users: int = 0
 
 
@@ -94,6 +99,7 @@ class Outbox:
             await self.forget(key)
         for peer in self._peers.values():
             for _, channel in peer.idle:
+                peer.expiries.pop(channel).cancel()
                 channel.close()
             peer.idle.clear()
         self._peers.clear()
@@ -105,7 +111,9 @@ class Outbox:
 
     async def _transfer(self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event) -> Digests:
         self._check_live(ticket)
-        peer = self._peers.setdefault(address.boot_id, _Peer())
+        peer = self._peers.get(address.boot_id)
+        if peer is None:
+            peer = self._peers[address.boot_id] = _Peer()
         peer.users += 1
         try:
             async with peer.slots:
@@ -127,12 +135,17 @@ class Outbox:
         self, ticket: _Outgoing, backend: Backend, channel: Channel, manifest: Manifest, event: Event
     ) -> Digests:
         self._check_live(ticket)
-        if ticket.backend != backend.name:
-            ticket.backend = backend.name
-            self._on_moving(manifest.key, backend.name)
         ticket.channel = channel
         try:
-            digests = await self._in_thread(lambda: channel.transfer(manifest, event), channel.abort)
+            # A small transfer is over before its start has been told.
+            begun = channel.begin(manifest) if event.wait(0) else None
+            found = None if begun is None else begun.poll(_AT_ONCE_S)
+            if ticket.backend != backend.name:
+                ticket.backend = backend.name
+                self._on_moving(manifest.key, backend.name)
+            if found is None:
+                work = partial(channel.transfer, manifest, event) if begun is None else begun.finish
+                found = await self._in_thread(work, channel.abort)
         finally:
             ticket.channel = None
             ticket.still.set()
@@ -141,22 +154,24 @@ class Outbox:
             payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last)
             for piece in manifest.pieces
         )
-        return digests
+        return found
 
     def _keep(self, peer: _Peer, entry: tuple[Backend, Channel]) -> None:
         """Leaves a channel open for a while: a connection costs more than a small hand-off."""
 
         def expire() -> None:
-            if entry in peer.idle:  # not in use again, and not dropped meanwhile
-                peer.idle.remove(entry)
-                entry[1].close()
+            del peer.expiries[entry[1]]
+            peer.idle.remove(entry)
+            entry[1].close()
+            self._prune()
 
         peer.idle.append(entry)
-        asyncio.get_running_loop().call_later(_IDLE_S, expire)
+        peer.expiries[entry[1]] = asyncio.get_running_loop().call_later(_IDLE_S, expire)
 
     async def _channel(self, peer: _Peer, address: LinkAddress) -> tuple[Backend, Channel]:
         while peer.idle:
             backend, channel = peer.idle.pop()
+            peer.expiries.pop(channel).cancel()
             if channel.is_idle():
                 return backend, channel
             channel.close()
@@ -201,14 +216,7 @@ class Outbox:
             raise TransferError("the ticket was forgotten")
 
     def _prune(self) -> None:
-        """Drops peers nobody uses whose channels have died: a peer that restarts never comes back under that boot."""
+        """Drops peers nobody uses: a peer that restarts never comes back under that boot."""
         for boot_id, peer in list(self._peers.items()):
-            if peer.users:
-                continue
-            alive = [(backend, channel) for backend, channel in peer.idle if channel.is_idle()]
-            for entry in peer.idle:
-                if entry not in alive:
-                    entry[1].close()
-            peer.idle = alive
-            if not alive:
+            if not peer.users and not peer.idle:
                 del self._peers[boot_id]

@@ -1,16 +1,14 @@
 """A worker's pool as its bytes: where the rows of a run of units lie, and how they are copied and digested.
 
-Everything here works layer by layer on plain offsets, so that a transfer costs a few microseconds of Python a page and
-can be stopped between two layers. It knows no tickets and no sockets.
+Copies and digests are done in bursts by whoever asks for the next one, so that a transfer can be stopped, or let
+another one go first, within a millisecond or so. It knows no tickets and no sockets.
 """
 
 import fcntl
-import functools
-import math
 import mmap
 import os
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -18,37 +16,35 @@ import xxhash
 from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.kernels import Kernels
+from shared.transfer.planes import Plane, bounds, joined, joined_pairs
 
 DIGEST_BYTES = 16
+BURST_BYTES = 8 * 1024 * 1024
+"""Well under a millisecond of copying on a good machine, a few on a bad one."""
+_FEW = 4
+"""So many units are done before a kernel has been told about them."""
 _COPY_RUN_BYTES = 128 * 1024
 """Longest copy before it is hashed: what was written should still be in the cache."""
 
 
-@dataclass(frozen=True)
+def units_array(units: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64, whatever they came as; a number that is beyond that becomes one that no pool has."""
+    try:
+        return np.asarray(units, dtype=np.int64)
+    except OverflowError:
+        return np.full(len(units), -1, dtype=np.int64)
+
+
 class Run:
     """Physical units of one component, all its layers; of the last unit only the first `rows_in_last` rows."""
 
-    component: int
-    units: tuple[int, ...]
-    rows_in_last: int
+    __slots__ = ("component", "rows_in_last", "units")
 
-    @functools.cached_property
-    def index(self) -> np.ndarray:
-        return np.array(self.units, dtype=np.int64)
+    def __init__(self, component: int, units: Sequence[int] | np.ndarray, rows_in_last: int) -> None:
+        self.component, self.units, self.rows_in_last = component, units_array(units), rows_in_last
 
-
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    """One component in bytes. A unit is `segments` pieces of unit_tokens rows each, `row_bytes` a row and segment."""
-
-    offset: int
-    layer_bytes: int
-    num_layers: int
-    num_units: int
-    unit_bytes: int
-    unit_tokens: int
-    segments: int
-    row_bytes: int
+    def __repr__(self) -> str:
+        return f"Run({self.component}, {self.units.tolist()}, {self.rows_in_last})"
 
 
 def create_pool(layout: PoolLayout) -> int:
@@ -68,7 +64,7 @@ class Pool:
         self.bytes = buffer
         self.kernels: Kernels | None = None
         self._flat = np.frombuffer(buffer, dtype=np.uint8)
-        self._planes = tuple(_plane(layout, index) for index in range(len(layout.components)))
+        self._planes = tuple(Plane.of(layout, index) for index in range(len(layout.components)))
 
     @classmethod
     def map(cls, fd: int, layout: PoolLayout, *, writable: bool) -> Self:
@@ -86,131 +82,188 @@ class Pool:
         size = max(layout.total_bytes, mmap.PAGESIZE)
         return cls(layout, memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access)))
 
+    def plane(self, component: int) -> Plane:
+        return self._planes[component]
+
     def num_layers(self, component: int) -> int:
         return self._planes[component].num_layers
 
     def holds(self, run: Run) -> bool:
         """Whether every unit and row of `run` exists in this pool."""
-        if not 0 <= run.component < len(self._planes) or not run.units:
+        if not 0 <= run.component < len(self._planes) or not len(run.units):
             return False
         plane = self._planes[run.component]
-        return min(run.units) >= 0 and max(run.units) < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
+        first, last = bounds(run.units)
+        return first >= 0 and last < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
     def views(self, run: Run, layer: int) -> list[memoryview]:
         """The rows of `run` in one layer, in wire order: unit after unit, neighbours joined."""
         plane = self._planes[run.component]
-        base = plane.offset + layer * plane.layer_bytes
-        whole = run.units if run.rows_in_last == plane.unit_tokens else run.units[:-1]
-        views = []
-        for first, count in _runs(whole):
-            start = base + first * plane.unit_bytes
-            views.append(self.bytes[start : start + count * plane.unit_bytes])
-        if len(whole) < len(run.units):
-            views.extend(self.bytes[start:end] for start, end in _partial(plane, base, run))
+        base, size, data = plane.base(layer), plane.unit_bytes, self.bytes
+        whole = _num_whole(plane, run)
+        starts, counts = joined(run.units[:whole])
+        starts, ends = base + starts * size, base + (starts + counts) * size
+        views = [data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        if whole < len(run.units):
+            views.extend(data[start:end] for start, end in plane.rows(layer, int(run.units[-1]), run.rows_in_last))
         return views
 
     def digests(self, run: Run, layer: int) -> np.ndarray:
         """xxh3-128 of each unit's rows with state in one layer, in order: [units, 16] bytes."""
-        plane = self._planes[run.component]
-        base = plane.offset + layer * plane.layer_bytes
-        size, data, digest, kernels = plane.unit_bytes, self.bytes, xxhash.xxh3_128_digest, self.kernels
-        whole = len(run.units) - (run.rows_in_last < plane.unit_tokens)
-        found = np.empty((len(run.units), DIGEST_BYTES), dtype=np.uint8)
-        if kernels is not None and kernels.can_digest(size):
-            kernels.digest_units(kernels.Units(self._flat, run.index[:whole], size, base), found[:whole])
-        else:
-            for k, unit in enumerate(run.units[:whole]):
-                start = base + unit * size
-                found[k] = _entry(digest(data[start : start + size]))
-        if whole < len(run.units):
-            hasher = xxhash.xxh3_128()
-            for start, end in _partial(plane, base, run):
-                hasher.update(data[start:end])
-            found[whole] = _entry(hasher.digest())
-        return found
+        layers = range(layer, layer + 1)
+        found = room_for_digests(run, layers)
+        for _ in self.digesting(run, layers, found):
+            pass
+        return found[0]  # type: ignore[no-any-return]
 
     def copy_from(self, source: "Pool", theirs: Run, mine: Run, layer: int) -> np.ndarray:
         """Copies one layer of their units into mine (equally many, of equal shape) and returns the digests of what was
         written into mine, as `digests` does."""
-        ours, other = self._planes[mine.component], source._planes[theirs.component]
-        to = ours.offset + layer * ours.layer_bytes
-        start = other.offset + layer * other.layer_bytes
-        size, flat, data, kernels = ours.unit_bytes, self._flat, self.bytes, self.kernels
-        whole = len(mine.units) - (mine.rows_in_last < ours.unit_tokens)
-        found = np.empty((len(mine.units), DIGEST_BYTES), dtype=np.uint8)
-        if kernels is not None and kernels.can_digest(size):
-            into = kernels.Units(flat, mine.index[:whole], size, to)
-            kernels.copy_and_digest_units(
-                into, kernels.Units(source._flat, theirs.index[:whole], size, start), found[:whole]
-            )
+        layers = range(layer, layer + 1)
+        found = room_for_digests(mine, layers)
+        for _ in self.copying(source, theirs, mine, layers, found):
+            pass
+        return found[0]  # type: ignore[no-any-return]
+
+    def digesting(self, run: Run, layers: range, found: np.ndarray, burst_bytes: int = BURST_BYTES) -> Iterator[int]:
+        """Enters the digests of `run` in these layers into `found`. A part of the work is done with each step, which
+        says how many bytes that was: who asks for the next one decides when it goes on, and whether."""
+        plane = self._planes[run.component]
+        whole = _num_whole(plane, run)
+        kernels = self.kernels if whole * len(layers) > _FEW else None
+        if kernels is not None and kernels.can_digest(plane.unit_bytes):
+            units = self._units(kernels, run.units[:whole], plane, layers)
+            at, flat = 0, _flat_digests(found, whole)
+            while at < units.total:
+                before, at = at, kernels.digest_units(units, flat, at, burst_bytes)
+                yield (at - before) * plane.unit_bytes
+            _put_back(found, flat, whole)
         else:
-            done, digest, limit = 0, xxhash.xxh3_128_digest, max(1, _COPY_RUN_BYTES // size)
-            for src, dst, count in _paired_runs(theirs.units[:whole], mine.units[:whole], limit):
-                a, b = to + dst * size, start + src * size
-                flat[a : a + count * size] = source._flat[b : b + count * size]
-                for at in range(a, a + count * size, size):
-                    found[done] = _entry(digest(data[at : at + size]))
-                    done += 1
+            for number, layer in enumerate(layers):
+                yield from self._digest_plainly(plane, run.units[:whole], layer, found[number], burst_bytes)
+        if whole < len(run.units):
+            for number, layer in enumerate(layers):
+                rows = plane.rows(layer, int(run.units[-1]), run.rows_in_last)
+                found[number, whole] = self._digest_ranges(rows)
+            yield len(layers) * run.rows_in_last * plane.segments * plane.row_bytes
+
+    def copying(
+        self,
+        source: "Pool",
+        theirs: Run,
+        mine: Run,
+        layers: range,
+        found: np.ndarray | None,
+        burst_bytes: int = BURST_BYTES,
+    ) -> Iterator[int]:
+        """Copies these layers of their units into mine, equally many and of equal shape, and enters the digests of what
+        was written into `found`. A part of the work is done with each step, as in `digesting`. Without `found` none are
+        made."""
+        ours, other = self._planes[mine.component], source._planes[theirs.component]
+        whole, size = _num_whole(ours, mine), ours.unit_bytes
+        kernels = self.kernels if whole * len(layers) > _FEW else None
+        if kernels is not None and (found is None or kernels.can_digest(size)):
+            into = self._units(kernels, mine.units[:whole], ours, layers)
+            out_of = source._units(kernels, theirs.units[:whole], other, layers)
+            at, flat = 0, None if found is None else _flat_digests(found, whole)
+            while at < into.total:
+                before = at
+                if flat is None:
+                    at = kernels.copy_units(into, out_of, at, burst_bytes)
+                else:
+                    at = kernels.copy_and_digest_units(into, out_of, flat, at, burst_bytes)
+                yield (at - before) * size
+            if found is not None and flat is not None:
+                _put_back(found, flat, whole)
+        else:
+            for number, layer in enumerate(layers):
+                into_found = None if found is None else found[number]
+                pair = theirs.units[:whole], mine.units[:whole]
+                yield from self._copy_plainly(source, pair, (other, ours), layer, into_found, burst_bytes)
         if whole < len(mine.units):
-            hasher = xxhash.xxh3_128()
-            for (a, a_end), (b, b_end) in zip(_partial(ours, to, mine), _partial(other, start, theirs), strict=True):
-                flat[a:a_end] = source._flat[b:b_end]
-                hasher.update(data[a:a_end])
-            found[whole] = _entry(hasher.digest())
-        return found
+            for number, layer in enumerate(layers):
+                to = ours.rows(layer, int(mine.units[-1]), mine.rows_in_last)
+                out_of_rows = other.rows(layer, int(theirs.units[-1]), mine.rows_in_last)
+                for (a, a_end), (b, b_end) in zip(to, out_of_rows, strict=True):
+                    self._flat[a:a_end] = source._flat[b:b_end]
+                if found is not None:
+                    found[number, whole] = self._digest_ranges(to)
+            yield len(layers) * mine.rows_in_last * ours.segments * ours.row_bytes
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
         view = self.views(run, layer)[0]
         view[0] ^= 0xFF
 
+    def _units(self, kernels: Kernels, units: np.ndarray, plane: Plane, layers: range) -> Any:
+        units, offset = np.ascontiguousarray(units), plane.base(layers.start)
+        return kernels.Units(self._flat, units, plane.unit_bytes, offset, plane.layer_bytes, len(layers))
+
+    def _digest_plainly(
+        self, plane: Plane, units: np.ndarray, layer: int, found: np.ndarray, burst_bytes: int
+    ) -> Iterator[int]:
+        base, size = plane.base(layer), plane.unit_bytes
+        waiting, digest, data = 0, xxhash.xxh3_128_digest, self.bytes
+        for k, start in enumerate((base + units * size).tolist()):
+            found[k] = _entry(digest(data[start : start + size]))
+            waiting += size
+            if waiting >= burst_bytes:
+                yield waiting
+                waiting = 0
+        yield waiting
+
+    def _copy_plainly(
+        self,
+        source: "Pool",
+        units: tuple[np.ndarray, np.ndarray],
+        planes: tuple[Plane, Plane],
+        layer: int,
+        found: np.ndarray | None,
+        burst_bytes: int,
+    ) -> Iterator[int]:
+        start, to = (plane.base(layer) for plane in planes)
+        size, flat, data, digest = planes[1].unit_bytes, self._flat, self.bytes, xxhash.xxh3_128_digest
+        done, waiting, limit = 0, 0, max(1, min(_COPY_RUN_BYTES, burst_bytes) // size)
+        for src, dst, count in joined_pairs(*units, limit):
+            a, b = to + dst * size, start + src * size
+            flat[a : a + count * size] = source._flat[b : b + count * size]
+            for at in range(a, a + count * size, size) if found is not None else ():
+                found[done] = _entry(digest(data[at : at + size]))  # type: ignore[index]
+                done += 1
+            waiting += count * size
+            if waiting >= burst_bytes:
+                yield waiting
+                waiting = 0
+        yield waiting
+
+    def _digest_ranges(self, ranges: list[tuple[int, int]]) -> np.ndarray:
+        hasher = xxhash.xxh3_128()
+        for start, end in ranges:
+            hasher.update(self.bytes[start:end])
+        return _entry(hasher.digest())
+
+
+def room_for_digests(run: Run, layers: range) -> np.ndarray:
+    """[layers, units, 16] bytes."""
+    return np.zeros((len(layers), len(run.units), DIGEST_BYTES), dtype=np.uint8)
+
+
+def _flat_digests(found: np.ndarray, whole: int) -> np.ndarray:
+    """What kernels fill for the first `whole` units: a row for each unit and layer."""
+    if whole == found.shape[1]:
+        return found.reshape(-1, DIGEST_BYTES)
+    return np.empty((found.shape[0] * whole, DIGEST_BYTES), dtype=np.uint8)
+
+
+def _put_back(found: np.ndarray, flat: np.ndarray, whole: int) -> None:
+    if whole < found.shape[1]:
+        found[:, :whole] = flat.reshape(-1, whole, DIGEST_BYTES)
+
+
+def _num_whole(plane: Plane, run: Run) -> int:
+    """Units of which every row carries state."""
+    return len(run.units) - (run.rows_in_last < plane.unit_tokens)
+
 
 def _entry(digest: bytes) -> np.ndarray:
     return np.frombuffer(digest, dtype=np.uint8)
-
-
-def _plane(layout: PoolLayout, index: int) -> _Plane:
-    component = layout.components[index]
-    segments = math.prod(component.outer)
-    num_units = layout.units_of(component)
-    return _Plane(
-        offset=layout.offset_of(index),
-        layer_bytes=component.unit_bytes * num_units,
-        num_layers=component.num_layers,
-        num_units=num_units,
-        unit_bytes=component.unit_bytes,
-        unit_tokens=component.unit_tokens,
-        segments=segments,
-        row_bytes=component.row_bytes // segments if segments else 0,
-    )
-
-
-def _partial(plane: _Plane, base: int, run: Run) -> list[tuple[int, int]]:
-    """Byte ranges of the rows with state in the last unit, one for each segment."""
-    start = base + run.units[-1] * plane.unit_bytes
-    step, size = plane.unit_tokens * plane.row_bytes, run.rows_in_last * plane.row_bytes
-    return [(start + k * step, start + k * step + size) for k in range(plane.segments)]
-
-
-def _runs(units: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first, count) of neighbouring units."""
-    found: list[tuple[int, int]] = []
-    for unit in units:
-        if found and sum(found[-1]) == unit:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((unit, 1))
-    return found
-
-
-def _paired_runs(src: tuple[int, ...], dst: tuple[int, ...], limit: int) -> list[tuple[int, int, int]]:
-    """(source, destination, count) of units that are neighbours on both sides, `limit` units at most."""
-    found: list[tuple[int, int, int]] = []
-    for a, b in zip(src, dst, strict=True):
-        if found:
-            x, y, n = found[-1]
-            if a == x + n and b == y + n and n < limit:
-                found[-1] = (x, y, n + 1)
-                continue
-        found.append((a, b, 1))
-    return found

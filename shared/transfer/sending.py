@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
+from shared.protocol.packing import as_json
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Event, Manifest
 from shared.transfer.pool import Pool, Run
-from shared.transfer.wire import Answer, Connection, Greeting, Header, Hello, WirePiece, sign
+from shared.transfer.wire import YES, Answer, Connection, Greeting, Header, Hello, WirePiece, parse, sign
 
 _EVENT_POLL_S = 0.02
 
@@ -28,7 +29,10 @@ def introduce(connection: Connection, boot_id: str, layout: PoolLayout, fd: int 
 
 def expect_ok(connection: Connection) -> None:
     """Reads an answer; TransferRefused if it is a no."""
-    answer = connection.receive(Answer)
+    body = connection.receive_frame()
+    if body == YES:
+        return
+    answer = parse(Answer, body)
     if not answer.ok:
         raise TransferRefused(answer.message or answer.reason)
 
@@ -42,8 +46,16 @@ def runs_of(pool: Pool, manifest: Manifest) -> list[Run]:
     return runs
 
 
-def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *, with_units: bool) -> bytes:
-    """The signed header of one transfer."""
+def header_frame(
+    manifest: Manifest,
+    pool: Pool,
+    nonce: bytes,
+    sequence: int,
+    *,
+    with_units: bool,
+    bursts: tuple[int, int] = (0, 0),
+) -> bytes:
+    """The signed header of one transfer. bursts: their length and number, where the receiver waits before each."""
     pieces = tuple(
         WirePiece(
             component=piece.component,
@@ -56,8 +68,15 @@ def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *,
         for piece in manifest.pieces
     )
     key = manifest.key
-    header = Header(room=key.room, generation=key.generation, sequence=sequence, pieces=pieces)
-    raw = header.model_dump_json().encode()
+    header = Header(
+        room=key.room,
+        generation=key.generation,
+        sequence=sequence,
+        burst_bytes=bursts[0],
+        num_bursts=bursts[1],
+        pieces=pieces,
+    )
+    raw = as_json(header)
     return sign(manifest.secret, nonce, sequence, raw) + raw
 
 

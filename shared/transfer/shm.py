@@ -6,18 +6,29 @@ receiver's pool at all. Only the header and the answer travel over the unix sock
 
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost
+from shared.runtime.errors import PeerLost, TransferError
+from shared.state.layout import PoolLayout
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, greeting
-from shared.transfer.pool import Pool, Run
+from shared.transfer.permits import PERMIT, Permits
+from shared.transfer.pool import Pool, Run, room_for_digests
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
 from shared.transfer.wire import Connection, Header
 
 _BACKLOG = 64
+_AT_ONCE_BYTES = 256 * 1024
+_BURST_BYTES = 8 * 1024 * 1024
+"""Of a transfer that may have to wait for others: about a millisecond of copying."""
 
 
 class ShmBackend:
@@ -37,6 +48,8 @@ class ShmBackend:
         faults: Faults,
     ) -> None:
         self._pool, self._timing, self._faults = pool, timing, faults
+        self._lock = threading.Lock()
+        self._sources: WeakValueDictionary[tuple[int, int, PoolLayout], Pool] = WeakValueDictionary()
         self._readable = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
         # Through the directory's descriptor, because the address of a unix socket holds 108 bytes at most.
         self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -59,7 +72,7 @@ class ShmBackend:
             raise PeerLost(f"no sidecar answers at {peer.socket}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
         nonce = introduce(connection, peer.boot_id, self._pool.layout, self._readable)
-        return _ShmChannel(connection, nonce, self._pool)
+        return _ShmChannel(connection, nonce, self._pool, self._faults)
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)
@@ -76,62 +89,117 @@ class ShmBackend:
             raise Refused("no_pool", "the greeting carried no descriptor")
         try:
             layout = greeting(body, self._pool.layout.components).layout
-            source = Pool.map(fd, layout, writable=False)
+            source = self._mapped(fd, layout)
         finally:
             os.close(fd)
-        return _ShmMover(self._pool, source, self._faults)
+        return _ShmMover(connection, self._pool, source, self._timing, self._faults)
+
+    def _mapped(self, fd: int, layout: PoolLayout) -> Pool:
+        """The same mapping for all connections of a peer: what one has touched costs the others nothing."""
+        file = os.fstat(fd)
+        key = file.st_dev, file.st_ino, layout
+        with self._lock:
+            source = self._sources.get(key)
+            if source is None:
+                source = self._sources[key] = Pool.map(fd, layout, writable=False)
+            return source
 
 
 class _ShmMover:
     """Copies from one peer's mapped pool."""
 
-    def __init__(self, pool: Pool, source: Pool, faults: Faults) -> None:
-        self._pool, self._source, self._faults = pool, source, faults
+    def __init__(self, connection: Connection, pool: Pool, source: Pool, timing: Timing, faults: Faults) -> None:
+        self._connection, self._pool, self._source = connection, pool, source
+        self._timing, self._faults = timing, faults
+        self._bursts = (0, 0)
+        self._theirs: list[Run] = []
 
     def check(self, header: Header) -> None:
-        for piece in header.pieces:
-            run = Run(piece.component, piece.units, piece.rows_in_last)
+        self._bursts = header.burst_bytes, header.num_bursts
+        self._theirs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in header.pieces]
+        for piece, run in zip(header.pieces, self._theirs, strict=True):
             if len(piece.units) != piece.num_units or not self._source.holds(run):
                 raise Refused("bad_source", "the sender's pool has no such units")
 
     def stop(self) -> None:
-        """The copy looks at `stopped` before each layer, and a copy never blocks."""
+        """The copy looks at `stopped` before each burst, and while it waits for one."""
 
     def land(self, grant: Grant) -> Digests:
+        permits = Permits(self._connection, *self._bursts, self._timing.stall_s)
         digests: Digests = []
-        for piece, run in zip(grant.pieces, grant.runs, strict=True):
-            theirs = Run(piece.component, piece.units, piece.rows_in_last)
-            layers = []
-            for layer in range(piece.num_layers):
-                if grant.stopped.wait(self._faults.delay_s) if self._faults.delay_s else grant.stopped.is_set():
+        for piece, theirs, run in zip(grant.pieces, self._theirs, grant.runs, strict=True):
+            found = room_for_digests(run, range(piece.num_layers))
+            for layers in self._parts(piece.num_layers):
+                if self._faults.delay_s:
+                    grant.stopped.wait(self._faults.delay_s)
+                into = None if self._faults.undigested else found[layers.start : layers.stop]
+                steps = self._pool.copying(self._source, theirs, run, layers, into)
+                while (going := permits.wait(grant)) and (moved := next(steps, None)) is not None:
+                    permits.spend(moved)
+                if not going:
                     return digests
-                found = self._pool.copy_from(self._source, theirs, run, layer)
-                if self._faults.corrupt and layer == 0:
-                    self._pool.flip_byte(run, layer)
-                    found = self._pool.digests(run, layer)
-                layers.append(found)
-            digests.append(layers)
+                if self._faults.corrupt and layers.start == 0:
+                    self._pool.flip_byte(run, 0)
+                    found[0] = self._pool.digests(run, 0)
+            digests.append(list(found))
+        permits.settle(grant)
         return digests
+
+    def _parts(self, num_layers: int) -> list[range]:
+        """All layers in one go, unless there is a pause between them."""
+        if self._faults.delay_s:
+            return [range(layer, layer + 1) for layer in range(num_layers)]
+        return [range(num_layers)]
 
 
 class _ShmChannel:
-    def __init__(self, connection: Connection, nonce: bytes, pool: Pool) -> None:
-        self._connection, self._nonce, self._pool = connection, nonce, pool
+    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
+        self._connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
         self._sequence = 0
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs = runs_of(self._pool, manifest)
+        runs_of(self._pool, manifest)
         wait_for(event, lambda: self._aborted)
-        frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=True)
+        if manifest.go_on is None:
+            return self._begin(manifest).finish()
+        left = self._num_bytes(manifest)
+        num_bursts = max(1, -(-left // _BURST_BYTES))
+        begun = self._begin(manifest, (_BURST_BYTES, num_bursts))
+        for _ in range(num_bursts):
+            manifest.go_on(min(left, _BURST_BYTES))
+            self._connection.send_bytes(PERMIT)
+            begun.digest(_BURST_BYTES)
+            left -= _BURST_BYTES
+        return begun.finish()
+
+    def begin(self, manifest: Manifest) -> "_Begun | None":
+        components = self._pool.layout.components
+        if manifest.go_on is not None or not all(0 <= piece.component < len(components) for piece in manifest.pieces):
+            return None
+        return self._begin(manifest) if self._num_bytes(manifest) <= _AT_ONCE_BYTES else None
+
+    def _begin(self, manifest: Manifest, bursts: tuple[int, int] = (0, 0)) -> "_Begun":
+        nonce, sequence = self._nonce, self._sequence
+        frame = header_frame(manifest, self._pool, nonce, sequence, with_units=True, bursts=bursts)
         self._sequence += 1
         self._connection.send_frame(frame)
-        # While the peer copies.
-        digests = [
-            [self._pool.digests(run, layer) for layer in range(self._pool.num_layers(run.component))] for run in runs
-        ]
-        expect_ok(self._connection)
-        return digests
+        runs = runs_of(self._pool, manifest)  # the peer, which is at work already, checks it too
+        found = [room_for_digests(run, range(self._pool.num_layers(run.component))) for run in runs]
+        return _Begun(self._connection, found, self._digesting(runs, found))
+
+    def _digesting(self, runs: list[Run], found: list[np.ndarray]) -> Iterator[int]:
+        for run, into in zip(runs, found, strict=True):
+            for done in () if self._faults.undigested else self._pool.digesting(run, range(len(into)), into):
+                if self._aborted:
+                    raise TransferError("aborted")
+                yield done
+
+    def _num_bytes(self, manifest: Manifest) -> int:
+        components = self._pool.layout.components
+        return sum(
+            payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in manifest.pieces
+        )
 
     def abort(self) -> None:
         self._aborted = True
@@ -142,3 +210,26 @@ class _ShmChannel:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class _Begun:
+    """The peer copies; meanwhile the source is digested here, as far as `work` is asked to go on."""
+
+    def __init__(self, connection: Connection, found: list[np.ndarray], work: Iterator[int]) -> None:
+        self._connection, self._found, self._work = connection, found, work
+
+    def digest(self, num_bytes: int | None = None) -> None:
+        """About so much more; None: all that is left."""
+        left = num_bytes
+        for done in self._work:
+            if left is not None and (left := left - done) <= 0:
+                return
+
+    def poll(self, wait_s: float) -> Digests | None:
+        self.digest()
+        return self.finish() if self._connection.wait_awake(wait_s) else None
+
+    def finish(self) -> Digests:
+        self.digest()
+        expect_ok(self._connection)
+        return [list(layers) for layers in self._found]

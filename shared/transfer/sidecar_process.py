@@ -21,15 +21,14 @@ from shared.state.layout import PoolLayout
 from shared.transfer.control import (
     POOL_BYTE,
     Attach,
-    ControlError,
     Moving,
     Ping,
     Ready,
     Reply,
     frame,
     from_sidecar,
-    read_frame,
 )
+from shared.transfer.control_socket import ControlSocket
 from shared.transfer.link import OwnSidecarLost
 
 _log = logging.getLogger(__name__)
@@ -42,19 +41,21 @@ class SidecarProcess:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        sock: socket.socket,
         on_moving: Callable[[Moving], None],
     ) -> None:
         self.gone = asyncio.Event()
         self.pid = process.pid
-        self._process, self._reader, self._writer, self._on_moving = process, reader, writer, on_moving
-        self._heard_at = asyncio.get_running_loop().time()
+        self._process, self._on_moving = process, on_moving
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
         self._ids: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._ready: asyncio.Future[LinkAddress] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[LinkAddress] = self._loop.create_future()
         self._lost: OwnSidecarLost | None = None
-        self._task = asyncio.create_task(self._read(), name="sidecar-control")  # noqa: TID251 - ends with the process
+        self._hung_up = asyncio.Event()
+        self._control = ControlSocket(sock, self._deliver, self._on_end)
+        self._task = asyncio.create_task(self._bury(), name="sidecar-control")  # noqa: TID251 - ends with the process
 
     @classmethod
     async def start(
@@ -82,9 +83,8 @@ class SidecarProcess:
             except BaseException:
                 ours.close()
                 raise
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        child = cls(process, reader, writer, on_moving)
-        writer.write(frame(Attach(layout=layout)))
+        child = cls(process, ours, on_moving)
+        child._control.send(frame(Attach(layout=layout)))
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(child._ready)
@@ -103,16 +103,16 @@ class SidecarProcess:
     @property
     def silent_s(self) -> float:
         """Since it last said anything; it is asked often enough."""
-        return asyncio.get_running_loop().time() - self._heard_at
+        return self._loop.time() - self._heard_at
 
     async def request(self, message: WireModel, id: int) -> Reply:
         """The answer; raises the error it carries, or OwnSidecarLost as soon as the process is gone."""
         if self._lost is not None:
             raise self._lost
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = self._loop.create_future()
         self._waiting[id] = future
         try:
-            self._writer.write(frame(message))
+            self._control.send(frame(message))
             reply = await future
         finally:
             self._waiting.pop(id, None)
@@ -136,7 +136,7 @@ class SidecarProcess:
 
     async def close(self) -> None:
         """Lets the process end by itself, and kills it if it does not. Returns when it is gone."""
-        self._writer.close()
+        self._control.close()
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self.gone.wait()
@@ -153,23 +153,25 @@ class SidecarProcess:
         if self._ready.done() and self._ready.exception() is None and self.address.socket:
             (ipc_dir / self.address.socket).unlink(missing_ok=True)
 
-    async def _read(self) -> None:
+    def _on_end(self, error: Exception | None) -> None:
+        if error is not None:
+            _log.error("the sidecar %d does not speak our protocol", self.pid, exc_info=error)
+        self._fail(OwnSidecarLost("the worker's own sidecar is gone"))
+        self._hung_up.set()
+
+    async def _bury(self) -> None:
         try:
-            while (body := await read_frame(self._reader)) is not None:
-                self._heard_at = asyncio.get_running_loop().time()
-                self._deliver(body)
-        except ControlError:
-            _log.exception("the sidecar %d does not speak our protocol", self.pid)
+            await self._hung_up.wait()
         finally:
-            self._writer.close()
-            self._fail(OwnSidecarLost("the worker's own sidecar is gone"))
+            self._control.close()
             # Closing the control socket ends a healthy sidecar; one that hangs must not outlive this.
-            kill = asyncio.get_running_loop().call_later(_CLOSE_S, self.kill)
+            kill = self._loop.call_later(_CLOSE_S, self.kill)
             await self._process.wait()
             kill.cancel()
             self.gone.set()
 
     def _deliver(self, body: bytes) -> None:
+        self._heard_at = self._loop.time()
         message = from_sidecar(body)
         if isinstance(message, Ready):
             if not self._ready.done():

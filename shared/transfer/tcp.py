@@ -6,7 +6,7 @@ import threading
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost
-from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
+from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant
 from shared.transfer.listener import Listener, greeting
 from shared.transfer.pool import Pool
@@ -103,6 +103,9 @@ class _TcpChannel:
             digests.append(layers)
         expect_ok(self._connection)
         return digests
+
+    def begin(self, manifest: Manifest) -> Begun | None:
+        return None
 
     def abort(self) -> None:
         self._aborted.set()

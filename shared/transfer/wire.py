@@ -6,20 +6,24 @@
     then for each transfer
     sender    Header     HMAC-SHA256(secret, nonce || sequence || header) before the header
     receiver  Answer     over tcp: go ahead, or why not; then the bytes follow in the header's order
+    sender    a byte     over shm, before each burst, if the header says so (`permits.py`)
     receiver  Answer     everything landed, or why not
 
 The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state.
 """
 
 import hmac
+import os
+import select
 import socket
 import struct
+import time
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.protocol.messages import Generation, Room, WireModel
-from shared.protocol.packing import PackedBytes
+from shared.protocol.packing import PackedBytes, PackedUnits
 from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
 
@@ -52,13 +56,17 @@ class WirePiece(BaseModel):
     first_unit: int
     num_units: int
     rows_in_last: int
-    units: tuple[int, ...] = ()
+    units: PackedUnits = ()
 
 
 class Header(WireModel):
+    """burst_bytes, num_bursts: over shm the receiver waits for a byte before each burst (see `permits.py`); 0: not."""
+
     room: Room
     generation: Generation
     sequence: int
+    burst_bytes: int = 0
+    num_bursts: int = 0
     pieces: tuple[WirePiece, ...]
 
 
@@ -66,6 +74,10 @@ class Answer(WireModel):
     ok: bool
     reason: str = ""
     message: str = ""
+
+
+YES = Answer(ok=True).model_dump_json().encode()
+"""What most answers are."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -123,6 +135,15 @@ class Connection:
             return False
         return False
 
+    def wait_awake(self, wait_s: float) -> bool:
+        """Whether the peer says something, or leaves, within `wait_s`: for what comes sooner than a thread wakes."""
+        deadline = time.perf_counter() + wait_s
+        while self.is_idle():
+            if time.perf_counter() > deadline:
+                return False
+            os.sched_yield()
+        return True
+
     def send(self, message: BaseModel, prefix: bytes = b"", fd: int | None = None) -> None:
         self.send_frame(prefix + message.model_dump_json().encode(), fd)
 
@@ -135,16 +156,39 @@ class Connection:
                 raise PeerLost(f"connection lost: {error}") from error
             data = data[sent:]
         if data:
-            self.send_all([memoryview(data)])
+            self.send_bytes(data)
+
+    def send_bytes(self, data: bytes) -> None:
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError as error:
+            raise TransferTimeout("the peer stopped reading") from error
+        except OSError as error:
+            raise PeerLost(f"connection lost: {error}") from error
+        if sent < len(data):
+            self.send_all([memoryview(data)[sent:]])
 
     def receive(self, kind: type[M]) -> M:
         return parse(kind, self.receive_frame())
 
+    def receive_within(self, limit: int, wait_s: float) -> bytes:
+        """Of what comes within `wait_s` the first bytes, nothing where nothing comes."""
+        try:
+            data = self._sock.recv(limit, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            poll.poll(1000 * wait_s)
+            return b"" if self.is_idle() else self.receive_within(limit, 0)
+        except OSError as error:
+            raise PeerLost(f"connection lost: {error}") from error
+        if not data:
+            raise PeerLost("connection closed")
+        return data
+
     def receive_frame(self, *, may_wait: bool = False) -> bytes:
         """The next frame; with `may_wait` the time before its first byte does not count as a stall."""
-        head = bytearray(_LENGTH.size)
-        self.receive_all([memoryview(head)], may_wait=may_wait)
-        return self._body(head)
+        return self._body(self._exactly(_LENGTH.size, may_wait=may_wait))
 
     def receive_frame_and_fd(self) -> tuple[bytes, int | None]:
         """The next frame and the descriptor that came with it, which the caller owns."""
@@ -164,14 +208,31 @@ class Connection:
                 socket.close(fd)
             raise
 
-    def _body(self, head: bytes | bytearray) -> bytes:
+    def _body(self, head: bytes) -> bytes:
         (size,) = _LENGTH.unpack(head)
         if size > MAX_FRAME_BYTES:
             raise Malformed(f"malformed: a frame of {size} bytes")
-        body = bytearray(size)
-        if size:
-            self.receive_all([memoryview(body)])
-        return bytes(body)
+        return self._exactly(size) if size else b""
+
+    def _exactly(self, size: int, *, may_wait: bool = False) -> bytes:
+        found = self._some(size, may_wait=may_wait)
+        while len(found) < size:
+            found += self._some(size - len(found))
+        return found
+
+    def _some(self, limit: int, *, may_wait: bool = False) -> bytes:
+        while True:
+            try:
+                data = self._sock.recv(limit, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                if may_wait:
+                    continue
+                raise TransferTimeout("the peer stopped sending") from error
+            except OSError as error:
+                raise PeerLost(f"connection lost: {error}") from error
+            if not data:
+                raise PeerLost("connection closed")
+            return data
 
     def send_all(self, views: list[memoryview]) -> None:
         """Sends the views one after the other, straight from where they lie."""
@@ -185,7 +246,7 @@ class Connection:
                 raise PeerLost(f"connection lost: {error}") from error
             at = _advance(views, at, moved)
 
-    def receive_all(self, views: list[memoryview], *, may_wait: bool = False) -> None:
+    def receive_all(self, views: list[memoryview]) -> None:
         """Fills the views one after the other, straight from the socket."""
         at = 0
         while at < len(views):
@@ -193,14 +254,11 @@ class Connection:
                 batch = views[at : at + _IOVECS]
                 moved = self._sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:
-                if may_wait:
-                    continue
                 raise TransferTimeout("the peer stopped sending") from error
             except OSError as error:
                 raise PeerLost(f"connection lost: {error}") from error
             if moved == 0:
                 raise PeerLost("connection closed")
-            may_wait = False
             at = _advance(views, at, moved)
 
 

@@ -93,7 +93,7 @@ class DoorWalk(RuleBasedStateMachine):
             assert not may_enter
             return multiple()
         assert may_enter
-        assert grant.runs[0].units == table[first : first + count]
+        assert tuple(grant.runs[0].units) == table[first : first + count]
         self.inside.append(grant)
         self.landed[key] -= wanted
         return grant

@@ -1,5 +1,6 @@
 """The door alone: who is let in, and what a fence waits for."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -46,7 +47,7 @@ def knock(door: Door, *pieces: WirePiece, key: TicketKey = KEY, stop: Bell | Non
 
 def test_a_grant_names_the_receivers_own_units(door: Door, announced: list[TicketKey]) -> None:
     grant = knock(door, replace_piece(first_unit=1))
-    assert grant.runs[0].units == (2, 7)
+    assert grant.runs[0].units.tolist() == [2, 7]
     assert announced == [KEY]
 
 
@@ -110,6 +111,17 @@ def test_a_fence_stops_the_writer_and_waits_for_it(door: Door) -> None:
         knock(door, PIECE)
     door.fence(KEY, quiesced)
     assert quiesced.rung == 3
+
+
+def test_a_transfer_that_pauses_is_woken_by_the_fence(door: Door) -> None:
+    grant, woken = knock(door, PIECE), []
+    assert not grant.stopped.wait(0)
+    pausing = threading.Thread(target=lambda: woken.append(grant.stopped.wait(60)))
+    pausing.start()
+    door.fence(KEY, Bell())
+    pausing.join(60)
+    assert woken == [True]
+    assert grant.stopped.wait(0)
 
 
 def test_the_room_is_remembered_only_while_that_is_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Byte arithmetic of runs against plain numpy, for layouts and runs of every shape."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import xxhash
@@ -11,7 +13,7 @@ from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
 from shared.transfer.kernels import Kernels, load_kernels
 from shared.transfer.ledger import Ledger, payload_bytes
-from shared.transfer.pool import Pool, Run, create_pool
+from shared.transfer.pool import Pool, Run, create_pool, room_for_digests
 
 shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
 
@@ -68,8 +70,7 @@ def test_a_copy_moves_the_rows_with_state_and_nothing_else(
     case: tuple[PoolLayout, PoolLayout, Run, Run], kernels: Kernels | None
 ) -> None:
     layout, other, theirs, mine = case
-    source, target = random_pool(layout, 1), random_pool(other, 2)
-    source.kernels = target.kernels = kernels
+    source, target = with_kernels(kernels, random_pool(layout, 1), random_pool(other, 2))
     before = bytes(target.bytes)
     for layer in range(target.num_layers(mine.component)):
         wanted = rows_of(source, theirs, layer)
@@ -87,6 +88,58 @@ def test_a_copy_moves_the_rows_with_state_and_nothing_else(
     assert bytes(target.bytes) == before
 
 
+@pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["plain", "compiled"])
+@given(case=copies(), burst=st.sampled_from([1, 100, 700, 1 << 20]), data=st.data())
+def test_bursts_come_to_the_same_as_layers_and_can_be_left_off(
+    case: tuple[PoolLayout, PoolLayout, Run, Run], burst: int, data: st.DataObject, kernels: Kernels | None
+) -> None:
+    layout, other, theirs, mine = case
+    source, target = with_kernels(kernels, random_pool(layout, 1), random_pool(other, 2))
+    wanted, plain = random_pool(other, 2), random_pool(layout, 1)
+    num_layers = target.num_layers(mine.component)
+    first = data.draw(st.integers(0, num_layers - 1))
+    layers = range(first, data.draw(st.integers(first + 1, num_layers)))
+    digests = [wanted.copy_from(plain, theirs, mine, layer) for layer in layers]
+    found, again = room_for_digests(mine, layers), room_for_digests(mine, layers)
+    steps = list(target.copying(source, theirs, mine, layers, found, burst))
+    moved = payload(layout, mine) // num_layers * len(layers)
+    assert sum(steps) == sum(target.digesting(mine, layers, again, burst)) == moved
+    assert max(steps) < burst + len(layers) * layout.components[mine.component].unit_bytes
+    assert bytes(target.bytes) == bytes(wanted.bytes)
+    assert (found == digests).all()
+    assert (again == digests).all()
+    undigested = random_pool(other, 2)
+    undigested.kernels = kernels
+    assert sum(undigested.copying(source, theirs, mine, layers, None, burst)) == moved
+    assert bytes(undigested.bytes) == bytes(wanted.bytes)
+
+
+@pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["plain", "compiled"])
+def test_what_is_left_off_moves_no_further(kernels: Kernels | None) -> None:
+    layout = PoolLayout((StateComponent("c", IndexKind.PAGE, 2, (), (512,), "uint8", (0, 1)),), 30, 0)
+    source, target = with_kernels(kernels, random_pool(layout, 1), random_pool(layout, 2))
+    run, before = Run(0, tuple(range(30)), 2), bytes(target.bytes)
+    found = room_for_digests(run, range(2))
+    steps = target.copying(source, run, run, range(2), found, 4096)
+    assert next(steps) == 4096
+    assert bytes(target.bytes) == bytes(source.bytes[:4096]) + before[4096:]
+    assert next(steps) == 4096
+    assert bytes(target.bytes) == bytes(source.bytes[:8192]) + before[8192:]
+
+
+def with_kernels(kernels: Kernels | None, *pools: Pool) -> tuple[Pool, ...]:
+    for pool in pools:
+        pool.kernels = kernels
+    return pools
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_for_few_units_too() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shared.transfer.pool._FEW", 0)
+        yield
+
+
 @given(copies(), st.data())
 def test_a_ledger_does_not_see_how_units_were_cut(
     case: tuple[PoolLayout, PoolLayout, Run, Run], data: st.DataObject
@@ -100,7 +153,7 @@ def test_a_ledger_does_not_see_how_units_were_cut(
     full = layout.components[run.component].unit_tokens
     parts = [(0, Run(run.component, run.units[:at], full)), (at, Run(run.component, run.units[at:], run.rows_in_last))]
     for first, part in reversed(parts):
-        if part.units:
+        if len(part.units):
             cut.record(run.component, first, part.rows_in_last, [pool.digests(part, layer) for layer in layers])
     assert whole.receipt() == cut.receipt()
     assert whole.receipt()[run.component].num_bytes == payload(layout, run)
