@@ -33,6 +33,7 @@ from shared.runtime.errors import (
     error_from_code,
 )
 from shared.runtime.scope import until
+from shared.transfer.ledger import state_bytes
 from shared.transfer.link import Link
 from shared.worker.notices import tell_failure
 
@@ -76,6 +77,7 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     record = await _await_record(d, ticket)
                     _check_record(ticket, record)
                     if not _ended_at_first(record):
+                        _check_complete(d, record)
                         await _await_bytes(d, ticket, record)
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
                     _take_over(d, ticket, record)
@@ -161,6 +163,14 @@ def _check_record(ticket: DecodeTicket, record: Commit) -> None:
         )
     if [first.choice for first in record.first] != list(range(len(ticket.choices))):
         raise ProtocolError(f"the record has not one token for each of {len(ticket.choices)} choices, in order")
+
+
+def _check_complete(d: DecodeFlow, record: Commit) -> None:
+    """Raises Corrupt where P has not sent every row of every layer: our own counts would agree with its."""
+    sent = [(c.name, c.num_bytes) for c in record.components]
+    needed = [(c.name, state_bytes(c, record.prompt_len)) for c in d.engine.layout.components]
+    if sent != needed:
+        raise Corrupt(f"the prompt's state is {needed}, and {sent} was sent")
 
 
 async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:

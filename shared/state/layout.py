@@ -28,6 +28,11 @@ class PoolLayout:
             raise ValueError(f"PAGE components must agree on the page size, got {sorted(sizes)}")
         return sizes.pop() if sizes else 1
 
+    @property
+    def model_layers(self) -> int:
+        """Layers of the model up to the last one that has state."""
+        return 1 + max(max(component.layers) for component in self.components)
+
     def units_of(self, component: StateComponent) -> int:
         return self.num_pages if component.index is IndexKind.PAGE else self.num_slots
 

@@ -106,7 +106,7 @@ class Door:
             moved = step(entry.ticket, WriterEntered(key.generation))
             entry.ticket = moved.ticket
             for piece in header.pieces:
-                entry.ledger.drop(piece.component, piece.first_unit, piece.num_units)
+                entry.ledger.drop(piece.component, piece.first_unit, piece.num_units, piece.layers)
             grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
@@ -125,9 +125,9 @@ class Door:
             if grant.stopped.is_set():
                 return False
             for piece, layers in zip(grant.pieces, digests, strict=True):
-                entry.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+                entry.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
                 component = self._layout.components[piece.component]
-                moved = payload_bytes(component, piece.num_units, piece.rows_in_last)
+                moved = payload_bytes(component, piece.num_units, piece.rows_in_last, piece.num_layers)
                 self._counters[f"received_{grant.backend}_bytes"] += moved
             self._counters["landed"] += 1
             return True
@@ -201,14 +201,14 @@ class Door:
         if not 0 <= piece.component < len(entry.units):
             raise Refused("bad_component", str(piece.component))
         component, table = self._layout.components[piece.component], entry.units[piece.component]
-        if piece.num_layers != component.num_layers:
+        if piece.first_layer < 0 or piece.num_layers < 1 or piece.layers.stop > component.num_layers:
             raise Refused("bad_layers", f"component {component.name} has {component.num_layers}")
         end = piece.first_unit + piece.num_units
         if piece.first_unit < 0 or piece.num_units < 1 or end > len(table):
             raise Refused("bad_range", f"component {component.name} has {len(table)} units, not {end}")
         if not 1 <= piece.rows_in_last <= component.unit_tokens:
             raise Refused("bad_rows", f"component {component.name} has {component.unit_tokens} rows a unit")
-        return Run(piece.component, table[piece.first_unit : end], piece.rows_in_last)
+        return Run(piece.component, table[piece.first_unit : end], piece.rows_in_last, piece.layers)
 
     def _bury(self, key: TicketKey) -> None:
         del self._entries[key]
@@ -221,9 +221,17 @@ class Door:
 
 
 def _check_overlap(pieces: tuple[WirePiece, ...]) -> None:
-    """Raises Refused if two transfers, or two pieces of one, would write the same unit."""
-    ends: dict[int, int] = {}
+    """Raises Refused if two transfers, or two pieces of one, would write the same layer of a unit."""
+    reaching: list[WirePiece] = []
     for piece in sorted(pieces, key=lambda one: (one.component, one.first_unit)):
-        if piece.first_unit < ends.get(piece.component, 0):
+        # They share a unit, so no two share a layer: there are never more than the component has layers.
+        reaching = [one for one in reaching if _reaches(one, piece)]
+        layers = piece.layers
+        if any(one.first_layer < layers.stop and layers.start < one.layers.stop for one in reaching):
             raise Refused("overlap", "a unit is being written already")
-        ends[piece.component] = piece.first_unit + piece.num_units
+        reaching.append(piece)
+
+
+def _reaches(one: WirePiece, later: WirePiece) -> bool:
+    """Whether a piece has units at or after the first one of a later piece."""
+    return one.component == later.component and one.first_unit + one.num_units > later.first_unit

@@ -19,7 +19,8 @@ from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.mishap import Mishap as Mishap
 from shared.transfer.mishap import Policy, no_mishap
 from shared.transfer.pool import Pool, Run
-from shared.transfer.wire import Header, WirePiece, sign
+from shared.transfer.sending import runs_of, wire_pieces
+from shared.transfer.wire import Header, sign
 
 _NAME = "fake"
 _NONCE = b"no wire, no replay"
@@ -131,7 +132,9 @@ class FakeLink:
             async with ticket.turn:
                 digests = await self._transfer(ticket, key, secret, peer, pieces)
                 for piece, layers in zip(pieces, digests, strict=True):
-                    ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+                    ticket.ledger.record(
+                        piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer
+                    )
         finally:
             ticket.under_way.remove(pieces)
             if not ticket.under_way:
@@ -218,12 +221,12 @@ class FakeLink:
         other = self._network.links.get(peer.boot_id)
         if other is None:
             raise PeerLost("the peer's sidecar is gone")
-        runs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in pieces]
         if other._layout.components != self._layout.components:
             raise TransferRefused("geometry: the peer's state is cut differently")
-        if not all(self._pool.holds(run) for run in runs):
-            raise TransferRefused("bad_source: no such units here")
-        grant = other._admit(self._header(key, pieces), secret, ticket.stop.set)
+        runs = runs_of(self._pool, pieces)
+        wire = wire_pieces(pieces, runs, with_units=False)
+        header = Header(room=key.room, generation=key.generation, sequence=0, pieces=wire)
+        grant = other._admit(header, secret, ticket.stop.set)
         ticket.moved = True
         try:
             written, digests = await self._write(ticket, other, grant, runs, mishap)
@@ -232,19 +235,6 @@ class FakeLink:
             return digests
         finally:
             other.door.leave(grant)
-
-    def _header(self, key: TicketKey, pieces: tuple[Piece, ...]) -> Header:
-        wire = tuple(
-            WirePiece(
-                component=piece.component,
-                num_layers=self._pool.num_layers(piece.component),
-                first_unit=piece.first_unit,
-                num_units=len(piece.units),
-                rows_in_last=piece.rows_in_last,
-            )
-            for piece in pieces
-        )
-        return Header(room=key.room, generation=key.generation, sequence=0, pieces=wire)
 
     def _admit(self, header: Header, secret: bytes, stop: Callable[[], None]) -> Grant:
         raw = header.model_dump_json().encode()
@@ -266,7 +256,7 @@ class FakeLink:
         for theirs, mine in zip(runs, grant.runs, strict=True):
             written.append([])
             digests.append([])
-            for layer in range(self._pool.num_layers(theirs.component)):
+            for layer in theirs.layers:
                 if mishap.layer_delay_s:
                     await self._pause_in_layer(ticket.stop, mishap, other, theirs, mine, layer)
                 digests[-1].append(self._pool.digests(theirs, layer))

@@ -22,16 +22,24 @@ class TicketKey:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of consecutive logical units of one component, all its layers.
+    """A run of consecutive logical units of one component, in some or all of its layers.
 
     component: index in the layout. first_unit: logical index of the first unit in the ticket's table.
     units: the sender's physical unit ids. rows_in_last: rows of the last unit that carry state; the rest are not sent.
+    first_layer, num_layers: which of the component's layers, counted as they lie in the pool; None: all from there on.
     """
 
     component: int
     first_unit: int
     units: tuple[int, ...]
     rows_in_last: int
+    first_layer: int = 0
+    num_layers: int | None = None
+
+    def layers(self, component_layers: int) -> range:
+        """The layers it has of a component that has `component_layers`."""
+        after = component_layers if self.num_layers is None else self.first_layer + self.num_layers
+        return range(self.first_layer, after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Outbox:
         async with ticket.turn:
             digests = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event)
             for piece, layers in zip(pieces, digests, strict=True):
-                ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+                ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
 
     def sent(self, key: TicketKey) -> Receipt:
         """Of a key nothing was sent under, an empty receipt."""
@@ -138,8 +138,8 @@ class Outbox:
             ticket.still.set()
         self.counters[f"sent_{backend.name}"] += 1
         self.counters[f"sent_{backend.name}_bytes"] += sum(
-            payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last)
-            for piece in manifest.pieces
+            payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last, len(layers))
+            for piece, layers in zip(manifest.pieces, digests, strict=True)
         )
         return digests
 

@@ -26,11 +26,12 @@ _COPY_RUN_BYTES = 128 * 1024
 
 @dataclass(frozen=True)
 class Run:
-    """Physical units of one component, all its layers; of the last unit only the first `rows_in_last` rows."""
+    """Physical units of one component in `layers`; of the last unit only the first `rows_in_last` rows."""
 
     component: int
     units: tuple[int, ...]
     rows_in_last: int
+    layers: range = range(0)
 
     @functools.cached_property
     def index(self) -> np.ndarray:
@@ -90,10 +91,12 @@ class Pool:
         return self._planes[component].num_layers
 
     def holds(self, run: Run) -> bool:
-        """Whether every unit and row of `run` exists in this pool."""
+        """Whether every unit, row and layer of `run` exists in this pool."""
         if not 0 <= run.component < len(self._planes) or not run.units:
             return False
         plane = self._planes[run.component]
+        if run.layers.start < 0 or run.layers.stop > plane.num_layers:
+            return False
         return min(run.units) >= 0 and max(run.units) < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
     def views(self, run: Run, layer: int) -> list[memoryview]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Event, Manifest
+from shared.transfer.link import Piece
 from shared.transfer.pool import Pool, Run
 from shared.transfer.wire import Answer, Connection, Greeting, Header, Hello, WirePiece, sign
 
@@ -33,28 +34,38 @@ def expect_ok(connection: Connection) -> None:
         raise TransferRefused(answer.message or answer.reason)
 
 
-def runs_of(pool: Pool, manifest: Manifest) -> list[Run]:
+def runs_of(pool: Pool, pieces: tuple[Piece, ...]) -> list[Run]:
     """The source units of each piece, or TransferRefused if our own pool has no such units."""
-    runs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in manifest.pieces]
-    for run in runs:
-        if not pool.holds(run):
-            raise TransferRefused(f"bad_source: component {run.component} has no such units or rows here")
+    runs = []
+    for piece in pieces:
+        known = 0 <= piece.component < len(pool.layout.components)
+        layers = piece.layers(pool.num_layers(piece.component)) if known else range(0)
+        run = Run(piece.component, piece.units, piece.rows_in_last, layers)
+        if not known or not pool.holds(run):
+            raise TransferRefused(f"bad_source: component {run.component} has no such units, rows or layers here")
+        runs.append(run)
     return runs
 
 
-def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *, with_units: bool) -> bytes:
-    """The signed header of one transfer."""
-    pieces = tuple(
+def wire_pieces(pieces: tuple[Piece, ...], runs: list[Run], *, with_units: bool) -> tuple[WirePiece, ...]:
+    """What a header says of pieces whose source units are `runs`."""
+    return tuple(
         WirePiece(
             component=piece.component,
-            num_layers=pool.num_layers(piece.component),
+            first_layer=run.layers.start,
+            num_layers=len(run.layers),
             first_unit=piece.first_unit,
             num_units=len(piece.units),
             rows_in_last=piece.rows_in_last,
             units=piece.units if with_units else (),
         )
-        for piece in manifest.pieces
+        for piece, run in zip(pieces, runs, strict=True)
     )
+
+
+def header_frame(manifest: Manifest, runs: list[Run], nonce: bytes, sequence: int, *, with_units: bool) -> bytes:
+    """The signed header of one transfer."""
+    pieces = wire_pieces(manifest.pieces, runs, with_units=with_units)
     key = manifest.key
     header = Header(room=key.room, generation=key.generation, sequence=sequence, pieces=pieces)
     raw = header.model_dump_json().encode()

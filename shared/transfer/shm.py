@@ -90,7 +90,7 @@ class _ShmMover:
 
     def check(self, header: Header) -> None:
         for piece in header.pieces:
-            run = Run(piece.component, piece.units, piece.rows_in_last)
+            run = Run(piece.component, piece.units, piece.rows_in_last, piece.layers)
             if len(piece.units) != piece.num_units or not self._source.holds(run):
                 raise Refused("bad_source", "the sender's pool has no such units")
 
@@ -102,7 +102,7 @@ class _ShmMover:
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
             theirs = Run(piece.component, piece.units, piece.rows_in_last)
             layers = []
-            for layer in range(piece.num_layers):
+            for layer in piece.layers:
                 if grant.stopped.wait(self._faults.delay_s) if self._faults.delay_s else grant.stopped.is_set():
                     return digests
                 found = self._pool.copy_from(self._source, theirs, run, layer)
@@ -121,15 +121,13 @@ class _ShmChannel:
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs = runs_of(self._pool, manifest)
+        runs = runs_of(self._pool, manifest.pieces)
         wait_for(event, lambda: self._aborted)
-        frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=True)
+        frame = header_frame(manifest, runs, self._nonce, self._sequence, with_units=True)
         self._sequence += 1
         self._connection.send_frame(frame)
         # While the peer copies.
-        digests = [
-            [self._pool.digests(run, layer) for layer in range(self._pool.num_layers(run.component))] for run in runs
-        ]
+        digests = [[self._pool.digests(run, layer) for layer in run.layers] for run in runs]
         expect_ok(self._connection)
         return digests
 

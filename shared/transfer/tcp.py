@@ -68,7 +68,7 @@ class _TcpMover:
         digests: Digests = []
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
             layers = []
-            for layer in range(piece.num_layers):
+            for layer in piece.layers:
                 if grant.stopped.is_set():
                     raise PeerLost("the ticket was fenced meanwhile")
                 self._connection.receive_all(self._pool.views(run, layer))
@@ -86,16 +86,16 @@ class _TcpChannel:
         self._aborted = threading.Event()
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs = runs_of(self._pool, manifest)
+        runs = runs_of(self._pool, manifest.pieces)
         wait_for(event, self._aborted.is_set)
-        frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=False)
+        frame = header_frame(manifest, runs, self._nonce, self._sequence, with_units=False)
         self._sequence += 1
         self._connection.send_frame(frame)
         expect_ok(self._connection)
         digests: Digests = []
         for run in runs:
             layers = []
-            for layer in range(self._pool.num_layers(run.component)):
+            for layer in run.layers:
                 if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
                     raise PeerLost("aborted")
                 layers.append(self._pool.digests(run, layer))

@@ -44,15 +44,21 @@ class Greeting(WireModel):
 
 
 class WirePiece(BaseModel):
-    """`units`: the sender's physical units, over shm only."""
+    """A run of logical units in layers [first_layer, first_layer + num_layers). `units`: the sender's physical units,
+    over shm only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     component: int
+    first_layer: int = 0
     num_layers: int
     first_unit: int
     num_units: int
     rows_in_last: int
     units: tuple[int, ...] = ()
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 class Header(WireModel):

@@ -16,6 +16,7 @@ from shared.engine.executor import ThreadExecutor
 from shared.engine.models.base import Model
 from shared.engine.models.toy import Toy
 from shared.protocol.messages import FirstToken, SamplingSpec
+from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.components import IndexKind
 from shared.transfer.link import TicketKey
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
@@ -30,7 +31,7 @@ TOY_LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)  # around a page of 4, a rin
 REAL_LENGTHS = (1, 15, 16, 17, 33)  # around a page of 16, a chunk of 32
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden" / "smollm2.json").read_text())
 REAL_TEXT: tuple[int, ...] = tuple(next(c["prompt_ids"] for c in GOLDEN["text"] if len(c["prompt_ids"]) == 33))
-Cut = tuple[int | slice, ...]
+RowPlace = tuple[int | slice, ...]
 
 rooms: Iterator[int] = count(1)
 
@@ -44,6 +45,7 @@ class Pair:
     d: EngineBench
     d_link: SidecarLink
     model: Model
+    cut: Cut
 
     def reserve(self, prompt: tuple[int, ...], sampling: SamplingSpec = GREEDY) -> TicketKey:
         key = TicketKey(next(rooms), 1)
@@ -52,11 +54,12 @@ class Pair:
         return key
 
     async def move(self, key: TicketKey) -> tuple[FirstToken, ...]:
-        """P's prefill, each chunk's pieces sent while the next one computes. Returns the handoff tokens."""
+        """P's prefill, what is done sent while the rest is computed. Returns the handoff tokens."""
         first: tuple[FirstToken, ...] = ()
         await self.d_link.open(key, SECRET, self.d.engine.unit_tables(key), lambda _key: None)
-        async for chunk in self.p.engine.prefill(key):
-            await self.p_link.send(key, SECRET, self.d_link.address, chunk.pieces)
+        async for chunk in self.p.engine.prefill(key, self.cut):
+            if chunk.pieces:
+                await self.p_link.send(key, SECRET, self.d_link.address, chunk.pieces)
             first = chunk.first
         return first
 
@@ -73,7 +76,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def handoff(kind: str, directory: Path, model: Model, page_tokens: int, chunk: int) -> AsyncIterator[Pair]:
+async def handoff(
+    kind: str, directory: Path, model: Model, page_tokens: int, chunk: int, cut: Cut = BY_CHUNKS
+) -> AsyncIterator[Pair]:
     sizes = {"page_tokens": page_tokens, "prefill_chunk": chunk, "growth_tokens": 4}
     options = SidecarOptions("s", directory, transfer=kind)
     async with (
@@ -89,7 +94,7 @@ async def handoff(kind: str, directory: Path, model: Model, page_tokens: int, ch
                 d.engine.reserve(key, (1,) * (page_tokens + 1), GREEDY, decodes=True)
             for key in others[::2]:
                 await d.engine.retire(key)
-            yield Pair(p, p_link, d, d_link, model)
+            yield Pair(p, p_link, d, d_link, model, cut)
             for key in others:
                 await d.engine.retire(key)
             assert p.is_empty()
@@ -98,7 +103,7 @@ async def handoff(kind: str, directory: Path, model: Model, page_tokens: int, ch
             await asyncio.gather(p_link.close(), d_link.close())
 
 
-def rows_of(bench: EngineBench, key: TicketKey, prompt_len: int) -> Iterator[tuple[int, Cut]]:
+def rows_of(bench: EngineBench, key: TicketKey, prompt_len: int) -> Iterator[tuple[int, RowPlace]]:
     """(component, where one row of one layer lies) for all that a prompt of this length leaves, in logical order."""
     layout = bench.pool.layout
     for index, table in enumerate(bench.engine.unit_tables(key)):
@@ -144,9 +149,10 @@ def toy_prompt(length: int) -> tuple[int, ...]:
     return tuple((k * k * 31 + 7 * length) % 250 for k in range(length))
 
 
+@pytest.mark.parametrize("cut", [BY_CHUNKS, Cut(layers=1)], ids=["chunks", "layers"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_component_of_the_toy_crosses(kind: str, tmp_path: Path) -> None:
-    async with handoff(kind, tmp_path, Toy(), page_tokens=4, chunk=16) as pair:
+async def test_every_component_of_the_toy_crosses(kind: str, cut: Cut, tmp_path: Path) -> None:
+    async with handoff(kind, tmp_path, Toy(), page_tokens=4, chunk=16, cut=cut) as pair:
         for length in TOY_LENGTHS:
             prompt = toy_prompt(length)
             assert await check_bytes(pair, prompt) == undivided(prompt, GREEDY)[0], f"prompt of {length}"
@@ -155,7 +161,8 @@ async def test_every_component_of_the_toy_crosses(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_state_of_the_real_model_crosses(kind: str, tmp_path: Path) -> None:
     short = GREEDY.model_copy(update={"max_tokens": 5})
-    async with handoff(kind, tmp_path, real_model(), page_tokens=16, chunk=32) as pair:
+    cut = Cut(layers=7) if kind == "tcp" else BY_CHUNKS
+    async with handoff(kind, tmp_path, real_model(), page_tokens=16, chunk=32, cut=cut) as pair:
         for length in REAL_LENGTHS:
             prompt = REAL_TEXT[:length]
             alone = (await pair.p.local(TicketKey(next(rooms), 1), prompt, short))[0]

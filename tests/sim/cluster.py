@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.gateway.generation import GenerationRequest, PathPolicy
+from services.prefill.flow import PrefillFlowSettings
 from shared.bus.memory import Envelope, MemoryHub
 from shared.engine.settings import EngineSettings
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import BatonError
 from shared.runtime.mode import Mode
+from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeNetwork
 from tests.sim.processes import Gateway, Process, Worker
 
@@ -46,6 +48,7 @@ class Cluster:
         step_s: float = 0.01,
         stash_bytes: int = 4096,
         optimistic_attempts: int = 0,
+        overlap: Overlap = "chunks",
         mode: Mode = "separated",
         step_tokens: int = 32,
         policy: Callable[[Envelope], Iterable[float]] | None = None,
@@ -66,7 +69,9 @@ class Cluster:
             step_tokens=step_tokens,
         )
         self._prefill_shape = replace(self._shape, num_pages=prefill_pages or num_pages)
-        self.optimistic_attempts = optimistic_attempts
+        self.prefill_flow = PrefillFlowSettings(
+            optimistic_attempts=optimistic_attempts, overlap=overlap, layers_per_send=1
+        )
         self.step_s = step_s
         self.on_built = on_built
         self.gateways = [Gateway(self, "gateway", f"gateway-{i}") for i in range(gateways)]

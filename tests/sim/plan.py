@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 from shared.runtime.mode import Mode
+from shared.runtime.overlap import Overlap
 from tests.sim.catalogue import NUM_KINDS, Kind, kind
 from tests.sim.table import TRIGGERED
 
@@ -67,6 +68,7 @@ class Plan:
     noise: dict[str, float]
     links: dict[str, float]
     triggers: tuple[Trigger, ...]
+    overlap: Overlap
     mode: Mode = "separated"
 
     @property
@@ -126,6 +128,7 @@ def _draw(seed: int) -> Plan:
         noise=noise,
         links={name: 0.0 for name in links} if quiet else links,
         triggers=tuple(triggers),
+        overlap=("chunks", "layers", "auto")[seed // 3 % 3],
     )
 
 

@@ -133,6 +133,7 @@ class Simulation:
             growth_tokens=plan.growth_tokens,
             stash_bytes=plan.stash_bytes,
             optimistic_attempts=plan.optimistic_attempts,
+            overlap=plan.overlap,
             step_s=plan.step_s,
             mode=plan.mode,
             step_tokens=max(plan.max_running, plan.prefill_chunk),

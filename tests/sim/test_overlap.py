@@ -1,0 +1,76 @@
+"""A prompt's state leaves in one piece, by chunks or by layers: the answer is the same, each row is sent once, and what
+is missing is never decoded."""
+
+from typing import Any
+
+import pytest
+
+from shared.runtime.errors import Corrupt
+from shared.runtime.overlap import Overlap
+from shared.transfer.fake import FakeLink, Mishap
+from shared.transfer.link import Piece
+from tests.sim.cluster import Cluster, prompt_of
+from tests.sim.test_flows import oracle
+from tests.sim.virtual_time import run_virtual
+
+SAMPLING: dict[str, Any] = {"n": 2, "max_tokens": 12, "ignore_eos": True, "temperature": 0.7, "seed": 11}
+LAYERS = 2
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 8, 9, 21, 32])
+@pytest.mark.parametrize("overlap", ["auto", "chunks", "layers"])
+def test_however_it_leaves_the_answer_is_the_same(length: int, overlap: Overlap) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(length, seed=length)
+        async with Cluster(overlap=overlap) as cluster:
+            sent: list[tuple[Piece, ...]] = []
+
+            def policy(key: object, pieces: tuple[Piece, ...]) -> Mishap:
+                sent.append(pieces)
+                return Mishap()
+
+            cluster.network.policy = policy
+            answer = await cluster.ask(prompt, path="remote", strict=True, **SAMPLING)
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **SAMPLING)
+            chunks = -(-length // 8)
+            assert len(sent) == {"auto": 1, "chunks": chunks, "layers": LAYERS * chunks}[overlap]
+            cells = [
+                (piece.component, layer, piece.first_unit + k)
+                for pieces in sent
+                for piece in pieces
+                for layer in piece.layers(LAYERS)
+                for k in range(len(piece.units))
+            ]
+            assert len(cells) == len(set(cells)) == LAYERS * (-(-length // 4) + 2)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("nth", [0, 3])
+def test_a_layer_that_was_never_sent_is_missed_before_anything_is_decoded(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P's and D's counts agree on what was moved: D must know itself what it needs."""
+
+    async def scenario() -> None:
+        async with Cluster(overlap="layers") as cluster:
+            count = 0
+            real = FakeLink.send
+
+            async def forgetful(link: FakeLink, key: Any, secret: Any, peer: Any, pieces: Any) -> None:
+                nonlocal count
+                count += 1
+                if count != nth + 1:
+                    await real(link, key, secret, peer, pieces)
+
+            monkeypatch.setattr(FakeLink, "send", forgetful)
+            answer = await cluster.ask(prompt_of(16), path="remote", strict=True, **SAMPLING)
+            assert isinstance(answer.error, Corrupt)
+            assert "'history', 1024)" in answer.error.message
+            assert "'history', 768)" in answer.error.message
+            assert cluster.decodes[0].engine.stats.tokens_generated == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
