@@ -21,6 +21,7 @@ from shared.protocol.messages import (
 from shared.runtime.deps import Deps
 from shared.transfer.link import Link
 from shared.worker.desk import Handler, WorkerDesk, code_of
+from shared.worker.geometry import misfit
 
 _EARLY_HOLD_S = 0.4
 _EARLY_LIMIT = 64
@@ -104,12 +105,7 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         """Why these two workers cannot hand over, naming what differs; None where they can."""
         if destination.identity != self.engine.identity:
             return f"prefill holds {self.engine.identity}, decode holds {destination.identity}"
-        ours, theirs = self.engine.geometry, destination.geometry
-        if ours.page_tokens != theirs.page_tokens:
-            return f"page_tokens differ: prefill {ours.page_tokens}, decode {theirs.page_tokens}"
-        if ours != theirs:
-            return f"state components differ: prefill {ours}, decode {theirs}"
-        return None
+        return misfit(self.engine.layout, destination.geometry)
 
     async def on_fail(self, notice: Fail) -> Verdict:
         """D gave the ticket up. One that we have not heard of yet can never begin."""

@@ -184,9 +184,9 @@ class Sidecar:
             await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)
             return done
         if message.kind == "received":
-            return done.model_copy(update={"receipt": digests_of(self._door.received(message.key))})
+            return done.model_copy(update={"receipt": digests_of(self._door.received(message.key, message.rank))})
         if message.kind == "sent":
-            return done.model_copy(update={"receipt": digests_of(self._outbox.sent(message.key))})
+            return done.model_copy(update={"receipt": digests_of(self._outbox.sent(message.key, message.rank))})
         if message.kind == "fence":
             await self._fence(message.key)
         else:

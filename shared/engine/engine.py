@@ -56,7 +56,8 @@ class BatchEngine:
         self.stats = EngineStats()
         components = pool.layout.components
         names, sizes = tuple(c.name for c in components), tuple(c.unit_bytes for c in components)
-        self.geometry = Geometry(page_tokens=pool.layout.page_tokens, components=names, unit_bytes=sizes)
+        pages, ranks = pool.layout.page_tokens, pool.layout.tp_size
+        self.geometry = Geometry(page_tokens=pages, components=names, unit_bytes=sizes, tp_size=ranks)
         self._vocab_size = model.vocab_size
         self._settings = settings
         self._executor = executor

@@ -82,11 +82,13 @@ class LinkAddress(WireModel):
 
 
 class Geometry(WireModel):
-    """What may differ between two workers of one identity and would have to be converted."""
+    """What may differ between two workers of one identity and is converted. unit_bytes: of the first of `tp_size`
+    ranks that share the state."""
 
     page_tokens: Annotated[int, Field(ge=1)]
     components: tuple[str, ...]
     unit_bytes: tuple[int, ...]
+    tp_size: Annotated[int, Field(ge=1)] = 1
 
 
 class TicketMessage(WireModel):

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from shared.protocol.messages import LinkAddress
+from shared.state.remap import Fit
 from shared.transfer.link import Piece, TicketKey
 
 Digests = list[list[np.ndarray]]
@@ -59,11 +60,16 @@ class Faults:
 
 
 class Channel(Protocol):
-    """A connection to one boot of one peer. One transfer at a time; after any error it can only be closed."""
+    """A connection to one boot of one peer. One transfer at a time; after any error it can only be closed. fit: where
+    our state goes in the peer's, if that cuts it otherwise."""
+
+    @property
+    def fit(self) -> Fit | None: ...
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        """Blocks until the peer has confirmed that all of it landed, and returns the digests of the source bytes. No
-        byte is read before `event` is set. Ends exactly once: with a result, or with a TransferError."""
+        """Blocks until the peer has confirmed that all of it landed, and returns the digests of the source bytes, of
+        those pieces that go to this peer. No byte is read before `event` is set. Ends exactly once: with a result, or
+        with a TransferError."""
 
     def abort(self) -> None:
         """From any thread: makes a transfer under way fail at once."""

@@ -55,6 +55,8 @@ class Send(Request):
 
 class Ask(Request):
     kind: Literal["received", "fence", "sent", "forget"]
+    rank: int | None = None
+    """With received and sent: of the other side."""
 
 
 class Ping(WireModel):

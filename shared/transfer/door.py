@@ -24,6 +24,7 @@ from shared.machines.transfer import (
 )
 from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
 from shared.state.layout import PoolLayout
+from shared.state.remap import Fit
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
 from shared.transfer.pool import Run
@@ -42,7 +43,8 @@ class Refused(TransferRefused):
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set."""
+    """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set. pieces: in the
+    sender's units. runs: in ours; with a fit all that the rows of a piece lie in."""
 
     key: TicketKey
     backend: str
@@ -50,6 +52,7 @@ class Grant:
     runs: tuple[Run, ...]
     stopped: threading.Event
     stop: Callable[[], None]
+    fit: Fit | None = None
 
 
 @dataclass(slots=True)
@@ -57,7 +60,8 @@ class _Entry:
     ticket: ReceivingTicket
     secret: bytes
     units: tuple[tuple[int, ...], ...]
-    ledger: Ledger
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    """By the sender's rank."""
     grants: list[Grant] = field(default_factory=list)
     on_quiesced: list[Callable[[], None]] = field(default_factory=list)
 
@@ -66,7 +70,7 @@ class Door:
     """on_first_bytes(key, backend) is called from the thread of the transfer, before it writes."""
 
     def __init__(self, layout: PoolLayout, on_first_bytes: Callable[[TicketKey, str], None]) -> None:
-        self._layout = layout
+        self.layout = layout
         self._on_first_bytes = on_first_bytes
         self._lock = threading.Lock()
         self._entries: dict[TicketKey, _Entry] = {}
@@ -76,38 +80,49 @@ class Door:
 
     def open(self, key: TicketKey, secret: bytes, units: tuple[tuple[int, ...], ...]) -> None:
         """Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
-        components = self._layout.components
+        components = self.layout.components
         if len(units) != len(components) or not secret:
             raise InvalidRequest("a ticket needs a secret and one table for each component")
         for component, table in zip(components, units, strict=True):
-            limit = self._layout.units_of(component)
+            limit = self.layout.units_of(component)
             if len(set(table)) != len(table) or not all(0 <= unit < limit for unit in table):
                 raise InvalidRequest(f"component {component.name}: units repeat or lie outside the pool")
         with self._lock:
             if key in self._entries:
                 raise InvalidRequest("the ticket is open")
-            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units, Ledger(components))
+            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units)
             self._live[key.room] += 1
 
     def admit(
-        self, header: Header, raw: bytes, mac: bytes, nonce: bytes, backend: str, stop: Callable[[], None]
+        self,
+        header: Header,
+        raw: bytes,
+        mac: bytes,
+        nonce: bytes,
+        backend: str,
+        stop: Callable[[], None],
+        fit: Fit | None = None,
     ) -> Grant:
         """Lets a transfer in, or raises Refused. `raw` is the header as it came, `mac` what came before it; `stop` ends
-        its writing when the ticket is fenced and is called from another thread."""
+        its writing when the ticket is fenced and is called from another thread. fit: of a sender that cuts its state
+        otherwise."""
         key = TicketKey(header.room, header.generation)
         with self._lock:
             entry = self._find(key)
             if not hmac.compare_digest(sign(entry.secret, nonce, header.sequence, raw), mac):
                 raise Refused("bad_mac")
-            runs = tuple(self._run(entry, piece) for piece in header.pieces)
+            runs = tuple(self._run(entry, piece, fit) for piece in header.pieces)
             _check_overlap(header.pieces)
+            rank = self._rank(fit)
             for other in entry.grants:
-                _check_overlap((*header.pieces, *other.pieces))
+                if self._rank(other.fit) == rank:  # other ranks bring other heads
+                    _check_overlap((*header.pieces, *other.pieces))
+            ledger = self._ledger(entry, fit)
             moved = step(entry.ticket, WriterEntered(key.generation))
             entry.ticket = moved.ticket
             for piece in header.pieces:
-                entry.ledger.drop(piece.component, piece.first_unit, piece.num_units, piece.layers)
-            grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop)
+                ledger.drop(piece.component, piece.first_unit, piece.num_units, piece.layers)
+            grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop, fit)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:
@@ -124,9 +139,10 @@ class Door:
             entry = self._entries[grant.key]
             if grant.stopped.is_set():
                 return False
+            ledger = self._ledger(entry, grant.fit)
             for piece, layers in zip(grant.pieces, digests, strict=True):
-                entry.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
-                component = self._layout.components[piece.component]
+                ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
+                component = ledger.components[piece.component]
                 moved = payload_bytes(component, piece.num_units, piece.rows_in_last, piece.num_layers)
                 self._counters[f"received_{grant.backend}_bytes"] += moved
             self._counters["landed"] += 1
@@ -170,13 +186,15 @@ class Door:
         if quiesced:
             on_quiesced()
 
-    def received(self, key: TicketKey) -> Receipt:
-        """Raises UnknownRoom for a key that is not open."""
+    def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """What came from a rank of the sender's, the one of our own number if none is named. Raises UnknownRoom for a
+        key that is not open."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 raise UnknownRoom("the ticket is not open here")
-            return entry.ledger.receipt()
+            ledger = entry.ledgers.get(self.layout.rank if rank is None else rank)
+            return (ledger or Ledger(self.layout.components)).receipt()
 
     def count(self, what: str, amount: int = 1) -> None:
         with self._lock:
@@ -197,18 +215,38 @@ class Door:
             raise Refused("dead_room", "the ticket is fenced")
         return entry
 
-    def _run(self, entry: _Entry, piece: WirePiece) -> Run:
-        if not 0 <= piece.component < len(entry.units):
+    def _rank(self, fit: Fit | None) -> int:
+        return self.layout.rank if fit is None else fit.source_rank
+
+    def _ledger(self, entry: _Entry, fit: Fit | None) -> Ledger:
+        """The one of the sender's rank. Refused if it counts what somebody brought who cuts his state otherwise."""
+        components, rank = self.layout.components if fit is None else fit.components, self._rank(fit)
+        if rank not in entry.ledgers:
+            entry.ledgers[rank] = Ledger(components)
+        if entry.ledgers[rank].components != components:
+            raise Refused("geometry", "the ticket is being filled by somebody else")
+        return entry.ledgers[rank]
+
+    def _run(self, entry: _Entry, piece: WirePiece, fit: Fit | None) -> Run:
+        """Where a piece goes: our units that its rows lie in."""
+        components = self.layout.components if fit is None else fit.components
+        if not 0 <= piece.component < len(components) or (fit is not None and not fit.travels(piece.component)):
             raise Refused("bad_component", str(piece.component))
-        component, table = self._layout.components[piece.component], entry.units[piece.component]
+        component = components[piece.component]
         if piece.first_layer < 0 or piece.num_layers < 1 or piece.layers.stop > component.num_layers:
             raise Refused("bad_layers", f"component {component.name} has {component.num_layers}")
-        end = piece.first_unit + piece.num_units
-        if piece.first_unit < 0 or piece.num_units < 1 or end > len(table):
-            raise Refused("bad_range", f"component {component.name} has {len(table)} units, not {end}")
+        if piece.first_unit < 0 or piece.num_units < 1:
+            raise Refused("bad_range", f"component {component.name} has no such units")
         if not 1 <= piece.rows_in_last <= component.unit_tokens:
             raise Refused("bad_rows", f"component {component.name} has {component.unit_tokens} rows a unit")
-        return Run(piece.component, table[piece.first_unit : end], piece.rows_in_last, piece.layers)
+        index, first, end = piece.component, piece.first_unit, piece.first_unit + piece.num_units
+        if fit is not None:
+            first, end = fit.target_units(index, first, piece.num_units, piece.rows_in_last)
+            index = fit.target_index(index)
+        table = entry.units[index]
+        if end > len(table):
+            raise Refused("bad_range", f"component {component.name} has {len(table)} units, not {end}")
+        return Run(index, table[first:end], piece.rows_in_last, piece.layers)
 
     def _bury(self, key: TicketKey) -> None:
         del self._entries[key]

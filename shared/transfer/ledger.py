@@ -23,10 +23,10 @@ def state_bytes(component: StateComponent, num_tokens: int) -> int:
 
 
 class Ledger:
-    """Not safe for use from several threads at once."""
+    """components: of what is moved, in the units in which it is. Not safe for use from several threads at once."""
 
     def __init__(self, components: tuple[StateComponent, ...]) -> None:
-        self._components = components
+        self.components = components
         self._rows = [np.zeros((one.num_layers, 0), dtype=np.int64) for one in components]
         """By component, layer and logical unit: rows with state, 0 for a unit of which nothing is known."""
         self._digests = [np.zeros((one.num_layers, 0, DIGEST_BYTES), dtype=np.uint8) for one in components]
@@ -39,7 +39,7 @@ class Ledger:
         end, layers = first_unit + len(digests[0]), slice(first_layer, first_layer + len(digests))
         self._make_room(component, end)
         self._digests[component][layers, first_unit:end] = digests
-        self._rows[component][layers, first_unit:end] = self._components[component].unit_tokens
+        self._rows[component][layers, first_unit:end] = self.components[component].unit_tokens
         self._rows[component][layers, end - 1] = rows_in_last
 
     def drop(self, component: int, first_unit: int, num_units: int, layers: range) -> None:
@@ -47,7 +47,7 @@ class Ledger:
         self._rows[component][layers.start : layers.stop, first_unit : first_unit + num_units] = 0
 
     def receipt(self) -> Receipt:
-        parts = zip(self._components, self._rows, self._digests, strict=True)
+        parts = zip(self.components, self._rows, self._digests, strict=True)
         return tuple(_receipt(component, rows, digests) for component, rows, digests in parts)
 
     def _make_room(self, component: int, num_units: int) -> None:

@@ -75,11 +75,12 @@ class Link(Protocol):
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
     ) -> None:
-        """Receiver: from now on a peer that knows `secret` may fill these physical units (per component, in logical
+        """Receiver: from now on peers that know `secret` may fill these physical units (per component, in logical
         order). `on_first_bytes` is called once on the loop when the first transfer is accepted."""
 
-    async def received(self, key: TicketKey) -> Receipt:
-        """Receiver: what has landed so far. Raises UnknownRoom for a key that is not open."""
+    async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """Receiver: what has landed so far, counted in the sender's units. Raises UnknownRoom for a key that is not
+        open. rank: of the senders, where several share the state; None: the one of our own number."""
 
     async def fence(self, key: TicketKey) -> None:
         """Receiver: closes the ticket; when it returns no byte of it will be written any more. Idempotent; an unknown
@@ -90,8 +91,9 @@ class Link(Protocol):
         The source units must hold still until then. Several sends of one ticket may be under way; they are carried
         out in the order of the calls."""
 
-    async def sent(self, key: TicketKey) -> Receipt:
-        """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes."""
+    async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes. rank: of the
+        receivers, as in `received`."""
 
     async def forget(self, key: TicketKey) -> None:
         """Sender: drops what is known of `key` and stops what is under way; when it returns this side reads no source

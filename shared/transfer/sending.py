@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from shared.runtime.errors import PeerLost, TransferError, TransferRefused
+from shared.runtime.errors import GeometryMismatch, PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
+from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Event, Manifest
 from shared.transfer.link import Piece
 from shared.transfer.pool import Pool, Run
@@ -12,19 +13,25 @@ from shared.transfer.wire import Answer, Connection, Greeting, Header, Hello, Wi
 _EVENT_POLL_S = 0.02
 
 
-def introduce(connection: Connection, boot_id: str, layout: PoolLayout, fd: int | None = None) -> bytes:
-    """Greets the peer and returns the connection's nonce. Raises PeerLost if it is another boot than `boot_id`,
-    TransferRefused if it does not want us. The connection is closed on every failure."""
+def introduce(
+    connection: Connection, boot_id: str, layout: PoolLayout, fd: int | None = None
+) -> tuple[bytes, Fit | None]:
+    """Greets the peer and returns the connection's nonce, and where our state goes in the peer's if that cuts it
+    otherwise. Raises PeerLost if it is another boot than `boot_id`, TransferRefused if it does not want us. The
+    connection is closed on every failure."""
     try:
         hello = connection.receive(Hello)
         if hello.boot_id != boot_id:
             raise PeerLost(f"the peer restarted: it is {hello.boot_id} now, not {boot_id}")
         connection.send(Greeting(layout=layout), fd=fd)
         expect_ok(connection)
+        return hello.nonce, fit_between(layout, hello.layout)
+    except GeometryMismatch as error:
+        connection.close()
+        raise TransferRefused(f"geometry: {error.message}") from error
     except BaseException:
         connection.close()
         raise
-    return hello.nonce
 
 
 def expect_ok(connection: Connection) -> None:
@@ -47,8 +54,16 @@ def runs_of(pool: Pool, pieces: tuple[Piece, ...]) -> list[Run]:
     return runs
 
 
+def travelling(fit: Fit | None, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Those that go to the peer: another rank may bring it the others."""
+    if fit is None:
+        return pieces
+    count = len(fit.components)
+    return tuple(piece for piece in pieces if not 0 <= piece.component < count or fit.travels(piece.component))
+
+
 def wire_pieces(pieces: tuple[Piece, ...], runs: list[Run], *, with_units: bool) -> tuple[WirePiece, ...]:
-    """What a header says of pieces whose source units are `runs`."""
+    """What a header says of pieces that are `runs` in the source."""
     return tuple(
         WirePiece(
             component=piece.component,
@@ -63,9 +78,8 @@ def wire_pieces(pieces: tuple[Piece, ...], runs: list[Run], *, with_units: bool)
     )
 
 
-def header_frame(manifest: Manifest, runs: list[Run], nonce: bytes, sequence: int, *, with_units: bool) -> bytes:
+def header_frame(manifest: Manifest, pieces: tuple[WirePiece, ...], nonce: bytes, sequence: int) -> bytes:
     """The signed header of one transfer."""
-    pieces = wire_pieces(manifest.pieces, runs, with_units=with_units)
     key = manifest.key
     header = Header(room=key.room, generation=key.generation, sequence=sequence, pieces=pieces)
     raw = header.model_dump_json().encode()

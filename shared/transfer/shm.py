@@ -10,11 +10,13 @@ from pathlib import Path
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost
+from shared.state.remap import Fit
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant, Refused
-from shared.transfer.listener import Listener, greeting
+from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.pool import Pool, Run
-from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
+from shared.transfer.regroup import GatheringMover, RegroupingMover, source_of
+from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
 from shared.transfer.wire import Connection, Header
 
 _BACKLOG = 64
@@ -58,8 +60,8 @@ class ShmBackend:
             sock.close()
             raise PeerLost(f"no sidecar answers at {peer.socket}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
-        nonce = introduce(connection, peer.boot_id, self._pool.layout, self._readable)
-        return _ShmChannel(connection, nonce, self._pool)
+        nonce, fit = introduce(connection, peer.boot_id, self._pool.layout, self._readable)
+        return _ShmChannel(connection, nonce, self._pool, fit)
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)
@@ -70,20 +72,30 @@ class ShmBackend:
     def _path(self, socket_name: str) -> str:
         return f"/proc/self/fd/{self._directory}/{Path(socket_name).name}"
 
-    def _greet(self, connection: Connection) -> "_ShmMover":
+    def _greet(self, connection: Connection) -> Mover:
         body, fd = connection.receive_frame_and_fd()
         if fd is None:
             raise Refused("no_pool", "the greeting carried no descriptor")
         try:
-            layout = greeting(body, self._pool.layout.components).layout
-            source = Pool.map(fd, layout, writable=False)
+            theirs, fit = greeting(body, self._pool.layout)
+            source = Pool.map(fd, theirs.layout, writable=False)
         finally:
             os.close(fd)
-        return _ShmMover(self._pool, source, self._faults)
+        if fit is None:
+            return _ShmMover(self._pool, source, self._faults)
+
+        def land_in(pool: Pool) -> Mover:
+            return _ShmMover(pool, source, self._faults)
+
+        if fit.cuts_heads:
+            return GatheringMover(fit, self._pool, land_in, source, self._faults)
+        return RegroupingMover(fit, self._pool, land_in)
 
 
 class _ShmMover:
     """Copies from one peer's mapped pool."""
+
+    fit = None
 
     def __init__(self, pool: Pool, source: Pool, faults: Faults) -> None:
         self._pool, self._source, self._faults = pool, source, faults
@@ -115,19 +127,22 @@ class _ShmMover:
 
 
 class _ShmChannel:
-    def __init__(self, connection: Connection, nonce: bytes, pool: Pool) -> None:
+    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, fit: Fit | None) -> None:
+        self.fit = fit
         self._connection, self._nonce, self._pool = connection, nonce, pool
         self._sequence = 0
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs = runs_of(self._pool, manifest.pieces)
+        pieces = travelling(self.fit, manifest.pieces)
+        runs = runs_of(self._pool, pieces)
         wait_for(event, lambda: self._aborted)
-        frame = header_frame(manifest, runs, self._nonce, self._sequence, with_units=True)
+        wire = wire_pieces(pieces, runs, with_units=True)
+        self._connection.send_frame(header_frame(manifest, wire, self._nonce, self._sequence))
         self._sequence += 1
-        self._connection.send_frame(frame)
         # While the peer copies.
-        digests = [[self._pool.digests(run, layer) for layer in run.layers] for run in runs]
+        pool, read = source_of(self.fit, self._pool, runs, wire)
+        digests = [[pool.digests(run, layer) for layer in run.layers] for run in read]
         expect_ok(self._connection)
         return digests
 

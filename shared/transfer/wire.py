@@ -1,6 +1,6 @@
 """What two sidecars say to each other around the bytes: length-prefixed JSON frames on one connection.
 
-    receiver  Hello      its boot id and a random nonce for this connection
+    receiver  Hello      its boot id, its layout and a random nonce for this connection
     sender    Greeting   its layout (over shm the frame carries its pool's read-only descriptor)
     receiver  Answer
     then for each transfer
@@ -8,7 +8,8 @@
     receiver  Answer     over tcp: go ahead, or why not; then the bytes follow in the header's order
     receiver  Answer     everything landed, or why not
 
-The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state.
+The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state. Units are
+the sender's. Where the receiver cuts its state otherwise, both know from the layouts what of it goes this way.
 """
 
 import hmac
@@ -35,6 +36,7 @@ _IOVECS = 1000
 class Hello(WireModel):
     v: Literal[1] = 1
     boot_id: str
+    layout: PoolLayout
     nonce: PackedBytes
 
 

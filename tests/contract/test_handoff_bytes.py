@@ -77,13 +77,21 @@ class Pair:
 
 @asynccontextmanager
 async def handoff(
-    kind: str, directory: Path, model: Model, page_tokens: int, chunk: int, cut: Cut = BY_CHUNKS
+    kind: str,
+    directory: Path,
+    model: Model,
+    page_tokens: int,
+    chunk: int,
+    cut: Cut = BY_CHUNKS,
+    prefill_page_tokens: int | None = None,
 ) -> AsyncIterator[Pair]:
-    sizes = {"page_tokens": page_tokens, "prefill_chunk": chunk, "growth_tokens": 4}
+    """page_tokens: D's, and P's unless it has its own."""
+    sizes = {"prefill_chunk": chunk, "growth_tokens": 4}
+    pages = {"p": prefill_page_tokens or page_tokens, "d": page_tokens}
     options = SidecarOptions("s", directory, transfer=kind)
     async with (
-        running(model, ThreadExecutor(1), num_pages=60, max_running=12, **sizes) as p,
-        running(model, ThreadExecutor(1), num_pages=91, max_running=15, **sizes) as d,
+        running(model, ThreadExecutor(1), num_pages=60, max_running=12, page_tokens=pages["p"], **sizes) as p,
+        running(model, ThreadExecutor(1), num_pages=91, max_running=15, page_tokens=pages["d"], **sizes) as d,
     ):
         p_link, d_link = await asyncio.gather(
             *(SidecarLink.start(options, bench.pool.fd, bench.pool.layout) for bench in (p, d))
@@ -167,6 +175,29 @@ async def test_the_state_of_the_real_model_crosses(kind: str, tmp_path: Path) ->
             prompt = REAL_TEXT[:length]
             alone = (await pair.p.local(TicketKey(next(rooms), 1), prompt, short))[0]
             assert await check_bytes(pair, prompt, short) == alone, f"prompt of {length}"
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 8), (8, 4), (4, 6), (6, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_pages_of_other_sizes_are_regrouped(kind: str, prefill: int, decode: int, tmp_path: Path) -> None:
+    cut = Cut(layers=1) if prefill < decode else BY_CHUNKS
+    async with handoff(kind, tmp_path, Toy(), decode, 16, cut, prefill_page_tokens=prefill) as pair:
+        for length in TOY_LENGTHS:
+            prompt = toy_prompt(length)
+            assert await check_bytes(pair, prompt) == undivided(prompt, GREEDY)[0], f"prompt of {length}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "decode"), [("shm", 16, 32), ("shm", 32, 16), ("tcp", 16, 32), ("tcp", 32, 16)]
+)
+async def test_the_real_models_pages_are_regrouped(kind: str, prefill: int, decode: int, tmp_path: Path) -> None:
+    """The golden text goes on as ever."""
+    async with handoff(kind, tmp_path, real_model(), decode, 32, prefill_page_tokens=prefill) as pair:
+        prompt, expected = next(
+            (c["prompt_ids"], c["output_ids"]) for c in GOLDEN["text"] if len(c["prompt_ids"]) == 33
+        )
+        greedy = GREEDY.model_copy(update={"max_tokens": 16})
+        assert await check_bytes(pair, tuple(prompt), greedy) == expected[:16]
 
 
 @pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("float16", 128), ("fp8", 68)])

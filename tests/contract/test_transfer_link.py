@@ -349,12 +349,12 @@ async def test_spoiled_bytes_show_in_the_receipt(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_another_geometry_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    other = replace(LAYOUT.components[0], unit_tokens=8)
+    other = replace(LAYOUT.components[0], dtype="float16")
     layout = PoolLayout((other, *LAYOUT.components[1:]), LAYOUT.num_pages, LAYOUT.num_slots)
     pair = await make_pair(kind, tmp_path, receiver_layout=layout)
     pair.receiver.poison()
     key, secret, _ = await opened(pair)
-    match = "geometry" if kind == "fake" else "geometry: component kv: unit_tokens is 4, not 8"
+    match = "geometry: component kv: dtype is float32 at the source, float16 at the target"
     with pytest.raises(TransferRefused, match=match):
         await pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE)
     assert (pair.receiver.pool == POISON).all()

@@ -42,6 +42,7 @@ class Cluster:
         page_tokens: int = 4,
         num_pages: int = 64,
         prefill_pages: int | None = None,
+        prefill_page_tokens: int | None = None,
         prefill_chunk: int = 8,
         max_running: int = 16,
         growth_tokens: int = 8,
@@ -68,7 +69,9 @@ class Cluster:
             mode=mode,
             step_tokens=step_tokens,
         )
-        self._prefill_shape = replace(self._shape, num_pages=prefill_pages or num_pages)
+        self._prefill_shape = replace(
+            self._shape, num_pages=prefill_pages or num_pages, page_tokens=prefill_page_tokens or page_tokens
+        )
         self.prefill_flow = PrefillFlowSettings(
             optimistic_attempts=optimistic_attempts, overlap=overlap, layers_per_send=1
         )

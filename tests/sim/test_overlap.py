@@ -48,6 +48,33 @@ def test_however_it_leaves_the_answer_is_the_same(length: int, overlap: Overlap)
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 8), (8, 4), (4, 6), (6, 4), (1, 5)])
+@pytest.mark.parametrize("overlap", ["auto", "chunks", "layers"])
+def test_pages_of_other_sizes_are_regrouped(prefill: int, decode: int, overlap: Overlap) -> None:
+    async def scenario() -> None:
+        prompts = [prompt_of(length, seed=length) for length in (1, 4, 7, 8, 9, 17, 24, 29)]
+        async with Cluster(prefill_page_tokens=prefill, page_tokens=decode, overlap=overlap, num_pages=128) as cluster:
+            for prompt in prompts:
+                answer = await cluster.ask(prompt, path="remote", strict=True, **SAMPLING)
+                assert answer.error is None
+                assert answer.tokens == await oracle(prompt, **SAMPLING)
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_regrouped_state_that_was_spoiled_is_refused() -> None:
+    async def scenario() -> None:
+        async with Cluster(prefill_page_tokens=8, page_tokens=4) as cluster:
+            cluster.network.policy = lambda key, pieces: Mishap(corrupt=True)
+            answer = await cluster.ask(prompt_of(13), path="remote", strict=True, **SAMPLING)
+            assert isinstance(answer.error, Corrupt)
+            assert cluster.decodes[0].engine.stats.tokens_generated == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
 @pytest.mark.parametrize("nth", [0, 3])
 def test_a_layer_that_was_never_sent_is_missed_before_anything_is_decoded(
     nth: int, monkeypatch: pytest.MonkeyPatch
