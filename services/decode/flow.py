@@ -72,12 +72,12 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     d.engine.start_local(ticket.key)
                 else:
                     units = d.engine.unit_tables(ticket.key)
-                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes)
+                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, ticket.held_len)
                     await _publish_destination(d, ticket)
                     record = await _await_record(d, ticket)
                     _check_record(ticket, record)
                     if not _ended_at_first(record):
-                        _check_complete(d, record)
+                        _check_complete(d, ticket, record)
                         await _await_bytes(d, ticket, record)
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
                     _take_over(d, ticket, record)
@@ -134,6 +134,7 @@ async def _send_destination(d: DecodeFlow, ticket: DecodeTicket, prefill: str) -
         geometry=d.engine.geometry,
         link=d.link.address,
         secret=ticket.secret,
+        held_len=ticket.held_len,
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
     try:
@@ -165,10 +166,10 @@ def _check_record(ticket: DecodeTicket, record: Commit) -> None:
         raise ProtocolError(f"the record has not one token for each of {len(ticket.choices)} choices, in order")
 
 
-def _check_complete(d: DecodeFlow, record: Commit) -> None:
+def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
     """Raises Corrupt where P has not sent every row of every layer: our own counts would agree with its."""
     sent = [(c.name, c.num_bytes) for c in record.components]
-    needed = [(c.name, state_bytes(c, record.prompt_len)) for c in d.engine.layout.components]
+    needed = [(c.name, state_bytes(c, record.prompt_len, ticket.held_len)) for c in d.engine.layout.components]
     if sent != needed:
         raise Corrupt(f"the prompt's state is {needed}, and {sent} was sent")
 

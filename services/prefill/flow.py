@@ -168,7 +168,7 @@ async def _compute_and_send(
     one_token = ticket.order.sampling.max_tokens == 1
     last: tuple[tuple[FirstToken, ...], float] | None = None
     cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(ticket.order.prompt))
-    async with aclosing(p.engine.prefill(ticket.key, cut)) as chunks:
+    async with aclosing(p.engine.prefill(ticket.key, cut, destination.held_len)) as chunks:
         async for chunk in chunks:
             if chunk.last:
                 last = chunk.first, p.deps.clock.now()

@@ -178,7 +178,7 @@ class Sidecar:
         if isinstance(message, Ping):
             return done.model_copy(update={"counters": self._counters()})
         if isinstance(message, Open):
-            self._door.open(message.key, message.secret, message.units)
+            self._door.open(message.key, message.secret, message.units, message.held_len)
             return done
         if isinstance(message, Send):
             await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)

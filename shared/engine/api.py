@@ -122,13 +122,14 @@ class Engine(Protocol):
         these leave time. When it is complete the group is parked with its pages. It gives way, at any time, to whoever
         needs them; then it begins again while pages are free, `attempts` times in all, or when `prefill` is called."""
 
-    def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS) -> AsyncGenerator[ChunkDone, None]:
+    def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
         """P: computes the prompt chunk by chunk and yields what may leave by `cut`, after each chunk, after some of its
         layers, or all at the end; computing goes on meanwhile. Ends after the last chunk; raises EngineError. Ending
-        the iteration early stops the computation between layers.
+        the iteration early stops the computation between layers. held_len: of so many positions, whole pages, nothing
+        may leave.
 
-        What was computed ahead comes as the first chunk, once it has pages (again). From now on it gives way to
-        nobody."""
+        What has its state already, because it was computed ahead, comes as the first chunk, once it has pages (again).
+        From now on it gives way to nobody."""
 
     def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
         """D, prebuilt: the prompt's state is in the pool and `first` are the handoff tokens (index 0; they are not

@@ -117,13 +117,13 @@ class BatchEngine:
         self._scheduler.compute_ahead(self._group(key), attempts)
         self._wake.set()
 
-    async def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS) -> AsyncGenerator[ChunkDone, None]:
+    async def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
         group = self._group(key)
         self._check_open()
         parts = 1 + (-(-self.layout.model_layers // cut.layers) if cut.layers else 0)
         with self._streams.opened(key, (self._settings.prefill_lead + 1) * parts) as queue:
             try:
-                self._tell(self._scheduler.start_prompt(group, cut))
+                self._tell(self._scheduler.start_prompt(group, cut, held_len))
                 last = False
                 while not last:
                     self._wake.set()

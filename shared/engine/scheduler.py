@@ -59,12 +59,13 @@ class Scheduler:
             self._capacity.admit(group)
         self.groups[group.key] = group
 
-    def start_prompt(self, group: Group, cut: Cut = BY_CHUNKS) -> StepEffects:
-        """Somebody waits for the prompt. What was computed ahead is told at once, if it is in the pool."""
+    def start_prompt(self, group: Group, cut: Cut = BY_CHUNKS, held_len: int = 0) -> StepEffects:
+        """Somebody waits for the prompt, and has `held_len` positions of it. What has its state already is told at
+        once, if it is in the pool."""
         effects = StepEffects()
         if group.asked or (group.phase is not Phase.RESERVED and group.decodes):
             raise ValueError(f"{group.key} was started before")
-        group.asked, group.optimistic, group.cut = True, False, cut
+        group.asked, group.optimistic, group.cut, group.told = True, False, cut, held_len
         group.claims = group.phase is Phase.PREEMPTED
         self._activate(group, Phase.PROMPT)
         if not group.loading:

@@ -15,9 +15,10 @@ class Telling:
         self._layout = layout
 
     def chunk(self, group: Group, effects: StepEffects) -> bool:
-        """All that is computed, unless it is to leave at the end only. Returns whether that was the last chunk."""
+        """All that is computed, unless it is to leave at the end only, or the consumer has it. Returns whether that was
+        the last chunk."""
         complete = group.computed == group.prompt_len
-        if not complete and not group.cut.by_chunks:
+        if not complete and (not group.cut.by_chunks or group.computed <= group.told):
             return False
         pieces = self._untold(group, group.computed, self._layout.model_layers)
         first = group.first if complete else ()

@@ -143,7 +143,8 @@ class Verdict(WireModel):
 
 
 class Destination(TicketMessage):
-    """D to P: where the state goes. Which physical pages is known to D's sidecar alone."""
+    """D to P: where the state goes. Which physical pages is known to D's sidecar alone. held_len: so many positions of
+    the prompt D has in its pages already; their rows are not sent."""
 
     kind: Literal["destination"] = "destination"
     v: Literal[1] = 1
@@ -152,6 +153,7 @@ class Destination(TicketMessage):
     geometry: Geometry
     link: LinkAddress
     secret: Secret
+    held_len: Index = 0
 
 
 class DestinationStatus(StrEnum):

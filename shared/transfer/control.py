@@ -44,6 +44,7 @@ class Open(Request):
     kind: Literal["open"] = "open"
     secret: PackedBytes
     units: tuple[tuple[int, ...], ...]
+    held_len: int = 0
 
 
 class Send(Request):

@@ -23,6 +23,7 @@ from shared.machines.transfer import (
     step,
 )
 from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
+from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
 from shared.transfer.ledger import Ledger, payload_bytes
@@ -60,6 +61,7 @@ class _Entry:
     ticket: ReceivingTicket
     secret: bytes
     units: tuple[tuple[int, ...], ...]
+    held_len: int
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     """By the sender's rank."""
     grants: list[Grant] = field(default_factory=list)
@@ -78,8 +80,9 @@ class Door:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._counters: Counter[str] = Counter()
 
-    def open(self, key: TicketKey, secret: bytes, units: tuple[tuple[int, ...], ...]) -> None:
-        """Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
+    def open(self, key: TicketKey, secret: bytes, units: tuple[tuple[int, ...], ...], held_len: int = 0) -> None:
+        """The pages of the first `held_len` positions stay as they are. Raises InvalidRequest for units outside the
+        pool or named twice, and for a key that is open."""
         components = self.layout.components
         if len(units) != len(components) or not secret:
             raise InvalidRequest("a ticket needs a secret and one table for each component")
@@ -90,7 +93,7 @@ class Door:
         with self._lock:
             if key in self._entries:
                 raise InvalidRequest("the ticket is open")
-            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units)
+            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units, held_len)
             self._live[key.room] += 1
 
     def admit(
@@ -235,7 +238,8 @@ class Door:
         component = components[piece.component]
         if piece.first_layer < 0 or piece.num_layers < 1 or piece.layers.stop > component.num_layers:
             raise Refused("bad_layers", f"component {component.name} has {component.num_layers}")
-        if piece.first_unit < 0 or piece.num_units < 1:
+        held = entry.held_len if component.index is IndexKind.PAGE else 0
+        if piece.first_unit * component.unit_tokens < held or piece.first_unit < 0 or piece.num_units < 1:
             raise Refused("bad_range", f"component {component.name} has no such units")
         if not 1 <= piece.rows_in_last <= component.unit_tokens:
             raise Refused("bad_rows", f"component {component.name} has {component.unit_tokens} rows a unit")

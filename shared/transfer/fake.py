@@ -96,8 +96,9 @@ class FakeLink:
         secret: bytes,
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
+        held_len: int = 0,
     ) -> None:
-        self.door.open(key, secret, units)
+        self.door.open(key, secret, units, held_len)
         self._first_bytes[key] = on_first_bytes
         self._open_units[key] = units
 

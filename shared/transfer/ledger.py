@@ -6,7 +6,7 @@ Sender and receiver each keep one; equal ledgers give equal receipts however the
 import numpy as np
 import xxhash
 
-from shared.state.components import StateComponent
+from shared.state.components import IndexKind, StateComponent
 from shared.transfer.link import ComponentReceipt, Receipt
 from shared.transfer.pool import DIGEST_BYTES
 
@@ -17,9 +17,11 @@ def payload_bytes(component: StateComponent, num_units: int, rows_in_last: int, 
     return rows * component.row_bytes * (component.num_layers if num_layers is None else num_layers)
 
 
-def state_bytes(component: StateComponent, num_tokens: int) -> int:
-    """Bytes of all the state that so many positions leave."""
-    return payload_bytes(component, component.num_units(num_tokens), component.rows_in_last_unit(num_tokens))
+def state_bytes(component: StateComponent, num_tokens: int, held_len: int = 0) -> int:
+    """Bytes of all the state that so many positions leave, without the pages of the first `held_len`."""
+    whole = payload_bytes(component, component.num_units(num_tokens), component.rows_in_last_unit(num_tokens))
+    held = held_len if component.index is IndexKind.PAGE else 0
+    return whole - held * component.row_bytes * component.num_layers
 
 
 class Ledger:

@@ -74,9 +74,11 @@ class Link(Protocol):
         secret: bytes,
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
+        held_len: int = 0,
     ) -> None:
         """Receiver: from now on peers that know `secret` may fill these physical units (per component, in logical
-        order). `on_first_bytes` is called once on the loop when the first transfer is accepted."""
+        order), but for the pages of the first `held_len` positions. `on_first_bytes` is called once on the loop when
+        the first transfer is accepted."""
 
     async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
         """Receiver: what has landed so far, counted in the sender's units. Raises UnknownRoom for a key that is not

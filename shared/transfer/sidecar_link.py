@@ -129,13 +129,15 @@ class SidecarLink:
         secret: bytes,
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
+        held_len: int = 0,
     ) -> None:
         child = self._alive()
         if key in self._receiving:
             raise TransferError("the ticket is open")
         self._receiving[key] = (child, on_first_bytes)
         id = child.next_id()
-        request = Open(id=id, room=key.room, generation=key.generation, secret=secret, units=units)
+        ticket = {"room": key.room, "generation": key.generation}
+        request = Open(id=id, **ticket, secret=secret, units=units, held_len=held_len)
         try:
             await child.request(request, id)
         except TransferError:

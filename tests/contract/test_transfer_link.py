@@ -135,6 +135,20 @@ async def test_a_layer_leaves_the_others_alone(pair: Pair) -> None:
     await end(pair, key)
 
 
+async def test_what_the_receiver_holds_already_is_not_written(pair: Pair) -> None:
+    key, secret = new_ticket()
+    await pair.receiver.link.open(key, secret, TABLE, lambda _key: None, held_len=8)
+    with pytest.raises(TransferRefused, match="bad_range"):
+        await pair.sender.link.send(key, secret, pair.receiver.link.address, (Piece(0, 1, (8, 2), 4),))
+    rest = (*(replace(p, first_unit=2, units=p.units[2:]) for p in WHOLE[:2]), *WHOLE[2:])
+    await pair.sender.link.send(key, secret, pair.receiver.link.address, rest)
+    assert (pair.receiver.pool == expected_pool(pair, TABLE, rest)).all()
+    receipt = await pair.receiver.link.received(key)
+    assert receipt == await pair.sender.link.sent(key)
+    assert [one.num_bytes for one in receipt] == [11 * 120 * 3, 11 * 7 * 2, 72 * 3, 5 * 12]
+    await end(pair, key)
+
+
 async def test_a_component_nothing_was_moved_of_has_an_empty_entry(pair: Pair) -> None:
     key, secret, _ = await opened(pair)
     await pair.sender.link.send(key, secret, pair.receiver.link.address, (Piece(2, 0, (1,), 1),))

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from shared.runtime.errors import Corrupt
+from services.decode import flow as decode_flow
+from services.decode.ticket import DecodeTicket
+from shared.runtime.errors import Corrupt, IdentityMismatch
 from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeLink, Mishap
 from shared.transfer.link import Piece
@@ -98,6 +100,72 @@ def test_a_layer_that_was_never_sent_is_missed_before_anything_is_decoded(
             assert "'history', 1024)" in answer.error.message
             assert "'history', 768)" in answer.error.message
             assert cluster.decodes[0].engine.stats.tokens_generated == 0
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("overlap", ["auto", "chunks", "layers"])
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 8), (8, 4)])
+@pytest.mark.parametrize("held", [8, 16, 24])
+def test_what_decode_has_already_is_not_sent(
+    held: int, prefill: int, decode: int, overlap: Overlap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D claims a prefix; its rows come into its pages behind the link's back, and none of them over the link."""
+
+    async def scenario() -> None:
+        prompt = prompt_of(29)
+        async with Cluster(prefill_page_tokens=prefill, page_tokens=decode, overlap=overlap) as cluster:
+            p, d = cluster.prefills[0], cluster.decodes[0]
+            init, take_over = DecodeTicket.__init__, decode_flow._take_over
+
+            def holding(ticket: DecodeTicket, *args: Any) -> None:
+                init(ticket, *args)
+                ticket.held_len = held
+
+            def with_prefix(flow: Any, ticket: DecodeTicket, record: Any) -> None:
+                ours, theirs = d.engine.unit_tables(ticket.key)[0], p.engine.unit_tables(ticket.key)[0]
+                for k in range(held):
+                    row = p.pool.tensors[0][:, theirs[k // prefill], :, k % prefill]
+                    d.pool.tensors[0][:, ours[k // decode], :, k % decode] = row
+                take_over(flow, ticket, record)
+
+            monkeypatch.setattr(DecodeTicket, "__init__", holding)
+            monkeypatch.setattr(decode_flow, "_take_over", with_prefix)
+            sent: list[Piece] = []
+
+            def policy(key: object, pieces: tuple[Piece, ...]) -> Mishap:
+                sent.extend(pieces)
+                return Mishap()
+
+            cluster.network.policy = policy
+            answer = await cluster.ask(prompt, path="remote", strict=True, **SAMPLING)
+            monkeypatch.undo()
+            assert answer.error is None
+            assert answer.tokens == await oracle(prompt, **SAMPLING)
+            pages = {piece.first_unit + k for piece in sent if piece.component == 0 for k in range(len(piece.units))}
+            assert pages == set(range(held // prefill, -(-len(prompt) // prefill)))
+            row_bytes = p.pool.layout.components[0].row_bytes
+            assert answer.timings["bytes"]["history"] == (len(prompt) - held) * LAYERS * row_bytes
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("held", "message"), [(6, "decode has 6 of 29 tokens"), (32, "decode has 32 of 29 tokens")])
+def test_a_prefix_that_cannot_be_left_out_is_refused(held: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with Cluster() as cluster:
+            init = DecodeTicket.__init__
+
+            def holding(ticket: DecodeTicket, *args: Any) -> None:
+                init(ticket, *args)
+                ticket.held_len = held
+
+            monkeypatch.setattr(DecodeTicket, "__init__", holding)
+            answer = await cluster.ask(prompt_of(29), path="remote", strict=True, timeout_s=10, **SAMPLING)
+            assert isinstance(answer.error, IdentityMismatch)
+            assert message in str(answer.error)
             await cluster.settle()
 
     run_virtual(scenario())

@@ -195,6 +195,15 @@ def test_a_layer_that_never_came_is_missing_in_the_receipt(door: Door) -> None:
     assert door.received(KEY) == whole.received(KEY)
 
 
+def test_the_pages_that_are_held_stay_as_they_are() -> None:
+    door = Door(LAYOUT, lambda key, _backend: None)
+    door.open(KEY, SECRET, ((5, 2, 7),), held_len=4)
+    for piece in (PIECE, replace_piece(num_units=1), replace_piece(num_units=3)):
+        with pytest.raises(Refused, match="bad_range"):
+            knock(door, piece)
+    assert knock(door, replace_piece(first_unit=1)).runs[0].units == (2, 7)
+
+
 def test_a_failing_announcement_lets_nobody_in() -> None:
     def fail(key: TicketKey, backend: str) -> None:
         raise RuntimeError("the loop is gone")
