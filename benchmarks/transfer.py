@@ -14,6 +14,7 @@ from statistics import median
 
 from rich.console import Console
 
+from benchmarks.remap_descriptors import DESCRIPTORS, descriptor_rows
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
 from benchmarks.transfer_ends import BareSocket, Ends, Work
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if case.name in args.rows:
             console.print(f"{case.name}: {args.mib} MiB, {args.rounds} rounds …")
             rows += asyncio.run(_case(case, args.mib * _MIB, args.rounds))
+    if DESCRIPTORS in args.rows:
+        rows += descriptor_rows()
     if "small" in args.rows:
         console.print(f"small: {args.pages} pages, one at a time …")
         rows += asyncio.run(_small(args.pages))
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [*(case.name for case in CASES), "small"]
+    names = [*(case.name for case in CASES), "small", DESCRIPTORS]
     parser = argparse.ArgumentParser(prog="make bench-transfer", description=__doc__)
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=9)

@@ -13,6 +13,7 @@ import numpy as np
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, Place, copy_spans
+from shared.state.remap.spans import Int64s
 from shared.transfer.backend import Digests, Faults
 from shared.transfer.door import Grant
 from shared.transfer.listener import Mover
@@ -43,16 +44,23 @@ class Staging:
 
     def gather(self, number: int, source: Pool, units: Sequence[int], layers: range) -> None:
         """Fills `layers` of a piece out of the sender's pool, where it lies in `units`."""
+        copy_spans(_flat(source), _flat(self.pool), self.gather_spans(number, units, layers))
+
+    def gather_spans(self, number: int, units: Sequence[int], layers: range) -> Int64s:
+        """[n, 3] (offset at the sender's, offset here, length)."""
         piece = self._pieces[number]
-        spans = self._fit.gather(piece.component, _run(piece), layers, units, self._place(number))
-        copy_spans(_flat(source), _flat(self.pool), spans)
+        return self._fit.gather(piece.component, _run(piece), layers, units, self._place(number))
+
+    def scatter_spans(self, number: int, units: Sequence[int], layers: range) -> Int64s:
+        """[n, 3] (offset here, offset at the receiver's, length), where the piece's rows lie in its `units`."""
+        piece = self._pieces[number]
+        return self._fit.scatter(piece.component, _run(piece), layers, self._place(number), units)
 
     def scatter(
         self, number: int, target: Pool, mine: Run, layers: range, is_stopped: Callable[[], bool] = lambda: False
     ) -> None:
         """Puts `layers` of a piece where they belong in the receiver's pool. Ends early once it is stopped."""
-        piece = self._pieces[number]
-        spans = self._fit.scatter(piece.component, _run(piece), layers, self._place(number), mine.units)
+        spans = self.scatter_spans(number, mine.units, layers)
         ends = np.searchsorted(np.cumsum(spans[:, 2]), np.arange(0, int(spans[:, 2].sum()), _BURST_BYTES)[1:])
         for some in np.split(spans, ends):
             if is_stopped():
