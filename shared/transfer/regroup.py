@@ -39,7 +39,7 @@ class Staging:
         pages = [n for one, n in zip(fit.components, taken, strict=True) if one.index is IndexKind.PAGE]
         layout = PoolLayout(fit.components, max(pages, default=0), max(taken))
         # Memory that no piece has a layer in is never touched, so it is never there.
-        self.pool = Pool(layout, memoryview(np.empty(max(1, layout.total_bytes), dtype=np.uint8)))
+        self.pool = Pool(layout, np.empty(max(1, layout.total_bytes), dtype=np.uint8).data)
         self.pool.kernels = kernels_of.kernels
 
     def gather(self, number: int, source: Pool, units: Sequence[int], layers: range) -> None:

@@ -157,8 +157,7 @@ def toy_prompt(length: int) -> tuple[int, ...]:
     return tuple((k * k * 31 + 7 * length) % 250 for k in range(length))
 
 
-@pytest.mark.parametrize("cut", [BY_CHUNKS, Cut(layers=1)], ids=["chunks", "layers"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "cut"), [("shm", BY_CHUNKS), ("tcp", BY_CHUNKS), ("tcp", Cut(layers=1))])
 async def test_every_component_of_the_toy_crosses(kind: str, cut: Cut, tmp_path: Path) -> None:
     async with handoff(kind, tmp_path, Toy(), page_tokens=4, chunk=16, cut=cut) as pair:
         for length in TOY_LENGTHS:
@@ -177,8 +176,7 @@ async def test_the_state_of_the_real_model_crosses(kind: str, tmp_path: Path) ->
             assert await check_bytes(pair, prompt, short) == alone, f"prompt of {length}"
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(4, 8), (8, 4), (4, 6), (6, 4)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "prefill", "decode"), [("shm", 4, 6), ("tcp", 6, 4), ("tcp", 4, 8)])
 async def test_pages_of_other_sizes_are_regrouped(kind: str, prefill: int, decode: int, tmp_path: Path) -> None:
     cut = Cut(layers=1) if prefill < decode else BY_CHUNKS
     async with handoff(kind, tmp_path, Toy(), decode, 16, cut, prefill_page_tokens=prefill) as pair:
