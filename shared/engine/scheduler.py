@@ -138,8 +138,8 @@ class Scheduler:
         """So many of the model's layers are computed in a step that is under way."""
         effects = StepEffects()
         for row in plan.rows:
-            if row.leaves_by and (group := self.groups[row.key]).phase is not Phase.ENDED:
-                self._telling.layers(group, row.end, num_layers, effects)
+            if row.leaves_by:
+                self._telling.layers(self.groups[row.key], row.end, num_layers, effects)
         return effects
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEffects:

@@ -110,6 +110,51 @@ async def test_parts_come_before_the_chunk_and_what_was_told_is_not_told_again()
         await bench.engine.retire(KEY)
 
 
+@pytest.mark.parametrize("layers", [2, 5])
+async def test_the_last_layers_are_told_when_they_are_done_however_few(layers: int) -> None:
+    async with running(prefill_chunk=8) as bench:
+        chunks = await take(bench, Cut(layers=layers), 7)
+        assert shape(chunks) == [(0, 7, True), (0, 7, False)]
+        assert [bool(chunk.pieces) for chunk in chunks] == [True, False]
+        await bench.engine.retire(KEY)
+
+
+async def test_parts_do_not_count_as_chunks_that_are_computed_ahead() -> None:
+    """Whoever takes parts only has not taken the chunk: P computes no further ahead than by whole chunks."""
+    async with running(prefill_chunk=4, prefill_lead=1) as bench, asyncio.timeout(DEADLINE_S):
+        bench.engine.reserve(KEY, prompt_of(40), SAMPLING, decodes=False)
+        chunks = bench.engine.prefill(KEY, BY_LAYER)
+        group = bench.engine._scheduler.groups[KEY]
+        for end in (4, 8, 12):
+            assert [(await anext(chunks)).partial for _ in range(3)] == [True, True, False]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert (group.computed, group.ahead) == (end + 4, 1)
+        await chunks.aclose()
+        await bench.engine.retire(KEY)
+
+
+async def test_prompts_that_leave_by_layers_and_by_chunks_share_a_step() -> None:
+    async with running(make_pool=staged, max_step_tokens=64) as p, running() as d:
+        cuts = {KEY: BY_LAYER, OTHER: Cut()}
+        for key in cuts:
+            p.engine.reserve(key, prompt_of(13), SAMPLING, decodes=False)
+            d.engine.reserve(key, prompt_of(13), SAMPLING, decodes=True)
+
+        async def all_of(key: TicketKey) -> list[ChunkDone]:
+            return [chunk async for chunk in p.engine.prefill(key, cuts[key])]
+
+        for key, chunks in zip(cuts, await asyncio.gather(*map(all_of, cuts)), strict=True):
+            deliver(p, d, key, chunks)
+            d.engine.start_prefilled(key, first_tokens(chunks))
+            await d.finish(key, SAMPLING.n)
+            mine = [[first.token, *d.text_of(key, first.choice)] for first in first_tokens(chunks)]
+            assert mine == undivided(prompt_of(13), SAMPLING)
+            await d.engine.retire(key)
+            await p.engine.retire(key)
+        assert p.engine.stats.steps == 1
+
+
 async def test_one_piece_is_all_at_the_end() -> None:
     async with running(prefill_chunk=4, prefill_lead=1) as bench:
         assert shape(await take(bench, Cut(by_chunks=False), 20)) == [(0, 20, False)]
