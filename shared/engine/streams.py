@@ -31,6 +31,9 @@ class ChunkStreams:
     def __contains__(self, key: TicketKey) -> bool:
         return key in self._queues
 
+    def __len__(self) -> int:
+        return len(self._queues)
+
     def put(self, key: TicketKey, chunk: ChunkDone) -> None:
         if (queue := self._queues.get(key)) is not None:
             queue.put_nowait(chunk)

@@ -51,7 +51,8 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """noise: chance of each message to be dropped, duplicated …; links: chance of each transfer to be slow, lost …"""
+    """prefill_pages: in D's pages, however large P's own are. noise: chance of each message to be dropped, duplicated
+    …; links: chance of each transfer to be slow, lost …"""
 
     seed: int
     quiet: bool
@@ -69,6 +70,7 @@ class Plan:
     links: dict[str, float]
     triggers: tuple[Trigger, ...]
     overlap: Overlap
+    prefill_page_tokens: int
     mode: Mode = "separated"
 
     @property
@@ -129,6 +131,7 @@ def _draw(seed: int) -> Plan:
         links={name: 0.0 for name in links} if quiet else links,
         triggers=tuple(triggers),
         overlap=("chunks", "layers", "auto")[seed // 3 % 3],
+        prefill_page_tokens=(PAGE_TOKENS, PAGE_TOKENS // 2, PAGE_TOKENS, 2 * PAGE_TOKENS)[seed // 9 % 4],
     )
 
 
