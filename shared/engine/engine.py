@@ -120,7 +120,7 @@ class BatchEngine:
     async def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
         group = self._group(key)
         self._check_open()
-        parts = 1 + (-(-self.layout.model_layers // cut.layers) if cut.layers else 0)
+        parts = 1 + (self.layout.model_layers if cut.layers else 0)  # others in its steps may have them told one by one
         with self._streams.opened(key, (self._settings.prefill_lead + 1) * parts) as queue:
             try:
                 self._tell(self._scheduler.start_prompt(group, cut, held_len))

@@ -45,7 +45,8 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class ComponentReceipt:
     """What was moved of one component: payload bytes, and the digest: xxh3-128 (hex) over the xxh3-128 digests of every
-    (layer, logical unit) in that order, each over the raw bytes of the rows that carry state."""
+    (layer, logical unit) in that order, each over the raw bytes of the rows that carry state. Units are the sender's,
+    and of its heads only those count that went to this receiver."""
 
     name: str
     num_bytes: int

@@ -125,4 +125,4 @@ def _check_units(source: ShardedState, target: ShardedState) -> None:
 
 def _place(layout: PoolLayout, units: Sequence[int], first_page: int) -> Place:
     """As pages and as a slot: the chunk says which of the two is meant."""
-    return Place(layout, units, first_page, units[0] if units else None)
+    return Place(layout, units, first_page, units[0] if len(units) else None)

@@ -134,9 +134,10 @@ async def test_parts_do_not_count_as_chunks_that_are_computed_ahead() -> None:
         await bench.engine.retire(KEY)
 
 
-async def test_prompts_that_leave_by_layers_and_by_chunks_share_a_step() -> None:
-    async with running(make_pool=staged, max_step_tokens=64) as p, running() as d:
-        cuts = {KEY: BY_LAYER, OTHER: Cut()}
+@pytest.mark.parametrize("other", [Cut(), Cut(layers=2), Cut(by_chunks=False)])
+async def test_prompts_that_leave_in_other_ways_share_a_step(other: Cut) -> None:
+    async with running(make_pool=staged, max_step_tokens=64, prefill_lead=1) as p, running() as d:
+        cuts = {KEY: BY_LAYER, OTHER: other}
         for key in cuts:
             p.engine.reserve(key, prompt_of(13), SAMPLING, decodes=False)
             d.engine.reserve(key, prompt_of(13), SAMPLING, decodes=True)
