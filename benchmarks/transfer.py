@@ -14,6 +14,7 @@ from statistics import median
 
 from rich.console import Console
 
+from benchmarks.remap_descriptors import DESCRIPTORS, descriptor_rows
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
 from benchmarks.rivals import NotThere
 from benchmarks.transfer_ends import BareSocket, Ends, Work
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows += asyncio.run(_versus(versus, num_bytes, args.rounds))
             except NotThere as error:
                 missing.append(f"{versus.name}: {error}")
+    if DESCRIPTORS in args.rows:
+        rows += descriptor_rows()
     if "small" in args.rows:
         console.print(f"small: {args.pages} pages, one at a time …")
         rows += asyncio.run(_small(args.pages))
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [*(case.name for case in CASES), _DIGESTS, *(versus.name for versus in VERSUS), "small"]
+    names = [*(case.name for case in CASES), _DIGESTS, *(versus.name for versus in VERSUS), "small", DESCRIPTORS]
     parser = argparse.ArgumentParser(prog="make bench-transfer", description=__doc__)
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=9)

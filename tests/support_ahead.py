@@ -59,9 +59,9 @@ def watch_rows(bench: EngineBench) -> list[set[TicketKey]]:
     steps: list[set[TicketKey]] = []
     execute = bench.engine._runner.execute
 
-    def watched(plan: Any) -> Any:
+    def watched(plan: Any, watch: Any) -> Any:
         steps.append({row.key for row in plan.rows})
-        return execute(plan)
+        return execute(plan, watch)
 
     bench.engine._runner.execute = watched  # type: ignore[method-assign]
     return steps

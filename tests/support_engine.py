@@ -89,10 +89,12 @@ def deliver(source: EngineBench, target: EngineBench, key: TicketKey, chunks: li
         for piece in chunk.pieces:
             axis = 2 + len(source.pool.layout.components[piece.component].outer)
             rows = source.pool.layout.components[piece.component].unit_tokens
+            whole = piece.layers(source.pool.layout.components[piece.component].num_layers)
+            layers = slice(whole.start, whole.stop)
             for k, unit in enumerate(piece.units):
                 count = piece.rows_in_last if k == len(piece.units) - 1 else rows
-                there = to[piece.component][:, tables[piece.component][piece.first_unit + k]]
-                here = from_[piece.component][:, unit]
+                there = to[piece.component][layers, tables[piece.component][piece.first_unit + k]]
+                here = from_[piece.component][layers, unit]
                 there.narrow(axis - 1, 0, count).copy_(here.narrow(axis - 1, 0, count))
 
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
-from shared.state.remap import Chunk, Place, Route, ShardedState, gather, heads_held, scatter
-from shared.state.remap.spans import Bytes, Int64s
+from shared.state.remap import Chunk, Place, Route, ShardedState, copy_spans, heads_held
+from shared.state.remap.spans import Bytes
 
 
 @dataclass
@@ -70,15 +70,16 @@ def put(one: Rank, whole: Whole, tokens: Iterable[int], last: dict[str, int]) ->
                 array[cell] = of_layer[position]
 
 
-def move(route: Route, source: Rank, target: Rank, chunk: Chunk) -> bytes:
-    """One chunk over one route by way of a contiguous piece, which is returned."""
-    piece = np.full(route.num_bytes(chunk), 0xA5, dtype=np.uint8)
-    gather(source.pool, route.gather(source.place, chunk), piece)
-    scatter(piece, route.scatter(target.place, chunk), target.pool)
-    return piece.tobytes()
+def piece_of(route: Route, num_tokens: int) -> tuple[Place, Bytes]:
+    """A piece with room for everything that a route may bring, full of noise, and where the request lies in it."""
+    rows = [c.unit_tokens for c in route.components if c.index is IndexKind.PAGE]
+    pages = tuple(range(-(-num_tokens // min(rows, default=1))))
+    layout = PoolLayout(route.components, len(pages), 1)
+    return Place(layout, pages, 0, 0), np.full(layout.total_bytes, 0xA5, dtype=np.uint8)
 
 
-def copy(spans: Int64s, source: Bytes, target: Bytes) -> None:
-    """What `Route.copies` asks for."""
-    for a, b, length in spans.tolist():
-        target[b : b + length] = source[a : a + length]
+def move(route: Route, source: Rank, target: Rank, chunk: Chunk, num_tokens: int) -> None:
+    """One chunk over one route by way of a piece."""
+    place, piece = piece_of(route, num_tokens)
+    copy_spans(source.pool, piece, route.gather(source.place, place, chunk))
+    copy_spans(piece, target.pool, route.scatter(place, target.place, chunk))

@@ -33,6 +33,7 @@ from shared.runtime.errors import (
     error_from_code,
 )
 from shared.runtime.scope import until
+from shared.transfer.ledger import state_bytes
 from shared.transfer.link import Link
 from shared.worker.notices import tell_failure
 
@@ -71,11 +72,12 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     d.engine.start_local(ticket.key)
                 else:
                     units = d.engine.unit_tables(ticket.key)
-                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes)
+                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, ticket.held_len)
                     await _publish_destination(d, ticket)
                     record = await _await_record(d, ticket)
                     _check_record(ticket, record)
                     if not _ended_at_first(record):
+                        _check_complete(d, ticket, record)
                         await _await_bytes(d, ticket, record)
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
                     _take_over(d, ticket, record)
@@ -132,6 +134,7 @@ async def _send_destination(d: DecodeFlow, ticket: DecodeTicket, prefill: str) -
         geometry=d.engine.geometry,
         link=d.link.address,
         secret=ticket.secret,
+        held_len=ticket.held_len,
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
     try:
@@ -161,6 +164,14 @@ def _check_record(ticket: DecodeTicket, record: Commit) -> None:
         )
     if [first.choice for first in record.first] != list(range(len(ticket.choices))):
         raise ProtocolError(f"the record has not one token for each of {len(ticket.choices)} choices, in order")
+
+
+def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
+    """Raises Corrupt where P has not sent every row of every layer: our own counts would agree with its."""
+    sent = [(c.name, c.num_bytes) for c in record.components]
+    needed = [(c.name, state_bytes(c, record.prompt_len, ticket.held_len)) for c in d.engine.layout.components]
+    if sent != needed:
+        raise Corrupt(f"the prompt's state is {needed}, and {sent} was sent")
 
 
 async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:

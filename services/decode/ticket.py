@@ -36,12 +36,15 @@ class ChoiceLog:
 
 
 class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
-    """secret: what a peer must know to write. record, commit_answer: P's word and ours. all_done: no choice is left."""
+    """secret: what a peer must know to write. held_len: positions of the prompt that are in its pages already, whole
+    pages; who finds some there says so before the destination is sent. record, commit_answer: P's word and ours.
+    all_done: no choice is left."""
 
     def __init__(self, order: Reserve, clock: Clock, counters: Counters, secret: bytes) -> None:
         state = machine.DecodeTicket(order.room, order.generation, remote=order.prefill is not None)
         super().__init__(order, state, machine.step, clock, counters)
         self.secret = secret
+        self.held_len = 0
         self.record: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.commit_answer: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
         self.all_done = asyncio.Event()

@@ -21,6 +21,7 @@ from shared.protocol.messages import (
 from shared.runtime.deps import Deps
 from shared.transfer.link import Link
 from shared.worker.desk import Handler, WorkerDesk, code_of
+from shared.worker.geometry import misfit
 
 _EARLY_HOLD_S = 0.4
 _EARLY_LIMIT = 64
@@ -74,7 +75,7 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         if ticket.state.cause is not None:
             cause = ticket.state.cause
             return DestinationReply(status=DestinationStatus.DEAD, code=code_of(cause), message=cause.message)
-        refusal = self._refusal(destination)
+        refusal = self._refusal(ticket.order, destination)
         if refusal is not None:
             ticket.end("identity_mismatch", refusal, by="prefill")
             return DestinationReply(status=DestinationStatus.REFUSED, code="identity_mismatch", message=refusal)
@@ -100,16 +101,14 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
             if self._arrived.get(room) is arrived:
                 del self._arrived[room]
 
-    def _refusal(self, destination: Destination) -> str | None:
+    def _refusal(self, order: Prefill, destination: Destination) -> str | None:
         """Why these two workers cannot hand over, naming what differs; None where they can."""
         if destination.identity != self.engine.identity:
             return f"prefill holds {self.engine.identity}, decode holds {destination.identity}"
-        ours, theirs = self.engine.geometry, destination.geometry
-        if ours.page_tokens != theirs.page_tokens:
-            return f"page_tokens differ: prefill {ours.page_tokens}, decode {theirs.page_tokens}"
-        if ours != theirs:
-            return f"state components differ: prefill {ours}, decode {theirs}"
-        return None
+        held, page_tokens = destination.held_len, self.engine.layout.page_tokens
+        if held >= len(order.prompt) or held % page_tokens:
+            return f"decode has {held} of {len(order.prompt)} tokens, and a page of prefill holds {page_tokens}"
+        return misfit(self.engine.layout, destination.geometry)
 
     async def on_fail(self, notice: Fail) -> Verdict:
         """D gave the ticket up. One that we have not heard of yet can never begin."""

@@ -38,6 +38,7 @@ from shared.runtime.errors import (
     ProtocolError,
     UnknownRoom,
 )
+from shared.runtime.overlap import Overlap, choose_cut
 from shared.runtime.scope import until
 from shared.transfer.link import Link, OwnSidecarLost
 from shared.worker.notices import tell_failure
@@ -47,12 +48,15 @@ from shared.worker.notices import tell_failure
 class PrefillFlowSettings:
     """commit_s: how long the commit record is repeated at most, within the request's deadline. tell_s: how long a peer
     is told of a failure, and the gateway of token 0. optimistic_attempts: how often a prompt may be computed ahead of
-    its destination. probe_s: how long P waits in silence for a destination before it asks D whether the ticket lives
-    there. answer_s: how long D may take to answer. unknown_asks: how often it may say that it has not heard of it."""
+    its destination. overlap, layers_per_send: when its state leaves (`shared/runtime/overlap.py`). probe_s: how long P
+    waits in silence for a destination before it asks D whether the ticket lives there. answer_s: how long D may take to
+    answer. unknown_asks: how often it may say that it has not heard of it."""
 
     commit_s: float = 30.0
     tell_s: float = 5.0
     optimistic_attempts: int = 0
+    overlap: Overlap = "auto"
+    layers_per_send: int = 8
     probe_s: float = 2.0
     answer_s: float = 10.0
     unknown_asks: int = 4
@@ -158,12 +162,13 @@ async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStat
 async def _compute_and_send(
     p: PrefillFlow, ticket: PrefillTicket, destination: Destination
 ) -> tuple[tuple[FirstToken, ...], float]:
-    """Prefills in chunks; while a chunk's pages travel the engine computes the next one. What was computed ahead comes
-    as one chunk. Returns the handoff tokens and when they were there. If the first token ends the request, what is not
-    sent yet is not sent."""
+    """Prefills in chunks; while the pages of a chunk, or of some of its layers, travel, the engine goes on computing.
+    What was computed ahead comes as one chunk. Returns the handoff tokens and when they were there. If the first token
+    ends the request, what is not sent yet is not sent."""
     one_token = ticket.order.sampling.max_tokens == 1
     last: tuple[tuple[FirstToken, ...], float] | None = None
-    async with aclosing(p.engine.prefill(ticket.key)) as chunks:
+    cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(ticket.order.prompt))
+    async with aclosing(p.engine.prefill(ticket.key, cut, destination.held_len)) as chunks:
         async for chunk in chunks:
             if chunk.last:
                 last = chunk.first, p.deps.clock.now()

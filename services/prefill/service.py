@@ -15,7 +15,10 @@ class PrefillService(WorkerService):
 
     def make_desk(self, deps: Deps, engine: Engine, link: Link) -> PrefillDesk:
         settings = PrefillFlowSettings(
-            commit_s=self.settings.commit_timeout_s, optimistic_attempts=self.settings.optimistic_attempts
+            commit_s=self.settings.commit_timeout_s,
+            optimistic_attempts=self.settings.optimistic_attempts,
+            overlap=self.settings.overlap,
+            layers_per_send=self.settings.layers_per_send,
         )
         return PrefillDesk(deps, engine, link, settings)
 

@@ -194,16 +194,16 @@ class Sidecar:
         if isinstance(message, Ping):
             return done.model_copy(update={"counters": self._counters()})
         if isinstance(message, Open):
-            self._door.open(message.key, message.secret, message.units)
+            self._door.open(message.key, message.secret, message.units, message.held_len)
             self._warmer.soon(message.units)
             return done
         if isinstance(message, Send):
             await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)
             return done
         if message.kind == "received":
-            return done.model_copy(update={"receipt": digests_of(self._door.received(message.key))})
+            return done.model_copy(update={"receipt": digests_of(self._door.received(message.key, message.rank))})
         if message.kind == "sent":
-            return done.model_copy(update={"receipt": digests_of(self._outbox.sent(message.key))})
+            return done.model_copy(update={"receipt": digests_of(self._outbox.sent(message.key, message.rank))})
         if message.kind == "fence":
             await self._fence(message.key)
         else:

@@ -11,6 +11,7 @@ from math import inf
 from typing import Protocol
 
 from shared.protocol.messages import FinishReason, FirstToken, Geometry, SamplingSpec, TokenLogprob
+from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.layout import PoolLayout
 from shared.transfer.link import Piece, TicketKey
 
@@ -20,13 +21,15 @@ class ChunkDone:
     """A part of a prompt is computed: positions [start, end) have their state in the pool.
 
     pieces: what may be sent now: whole pages below `end`, and with the last chunk the rest of the pages and the
-    request-indexed state. first: the handoff tokens, one a choice, on the last chunk only.
+    request-indexed state. first: the handoff tokens, one a choice, on the last chunk only. partial: some layers are
+    computed; the chunk with what remains follows.
     """
 
     start: int
     end: int
     pieces: tuple[Piece, ...]
     first: tuple[FirstToken, ...] = ()
+    partial: bool = False
 
     @property
     def last(self) -> bool:
@@ -119,12 +122,14 @@ class Engine(Protocol):
         these leave time. When it is complete the group is parked with its pages. It gives way, at any time, to whoever
         needs them; then it begins again while pages are free, `attempts` times in all, or when `prefill` is called."""
 
-    def prefill(self, key: TicketKey) -> AsyncGenerator[ChunkDone, None]:
-        """P: computes the prompt chunk by chunk and yields after each; the next chunk computes meanwhile. Ends after
-        the last chunk; raises EngineError. Ending the iteration early stops the computation between chunks.
+    def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
+        """P: computes the prompt chunk by chunk and yields what may leave by `cut`, after each chunk, after some of its
+        layers, or all at the end; computing goes on meanwhile. Ends after the last chunk; raises EngineError. Ending
+        the iteration early stops the computation between layers. held_len: of so many positions, whole pages, nothing
+        may leave.
 
-        What was computed ahead comes as the first chunk, once it has pages (again). From now on it gives way to
-        nobody."""
+        What has its state already, because it was computed ahead, comes as the first chunk, once it has pages (again).
+        From now on it gives way to nobody."""
 
     def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
         """D, prebuilt: the prompt's state is in the pool and `first` are the handoff tokens (index 0; they are not

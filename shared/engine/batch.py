@@ -57,7 +57,7 @@ class Row:
 
     choice: None while it is the group's prompt that is computed, before the choices part. samples: tokens to draw
     from the last position's logits; several where the choices of a prompt draw their first ones. leaves: a link will
-    read the state that it writes.
+    read the state that it writes; leaves_by: so many layers at a time, ahead of the step's end (0: none ahead).
     """
 
     key: TicketKey
@@ -68,6 +68,7 @@ class Row:
     slot: int
     samples: tuple[SampleRow, ...]
     leaves: bool = False
+    leaves_by: int = 0
 
     @property
     def end(self) -> int:

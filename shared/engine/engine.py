@@ -11,6 +11,7 @@ from math import inf
 from shared.engine.api import ChunkDone, EngineStats, StepListener, StepOutput
 from shared.engine.batch import StepPlan
 from shared.engine.capacity import Capacity
+from shared.engine.census import queue_lengths
 from shared.engine.effects import StepEffects
 from shared.engine.executor import Executor, device_is_lost
 from shared.engine.models.base import Model
@@ -18,12 +19,15 @@ from shared.engine.pool import StatePool
 from shared.engine.runner import Runner, SampleFunction
 from shared.engine.sampler import sample
 from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Choice, Group, Phase
+from shared.engine.sequence import Choice, Group
 from shared.engine.settings import EngineSettings
 from shared.engine.stash import Stash
+from shared.engine.streams import ChunkStreams
+from shared.engine.watch import StepUnwanted, StepWatch
 from shared.protocol.messages import FirstToken, Geometry, SamplingSpec
 from shared.runtime.clock import Clock, LoopClock
 from shared.runtime.errors import BatonError, Cancelled, EngineError, InvalidRequest
+from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.components import IndexKind
 from shared.state.pages import PageAllocator
 from shared.transfer.link import TicketKey
@@ -51,11 +55,9 @@ class BatchEngine:
         self.max_model_len = min(model.max_model_len, settings.max_model_len or model.max_model_len)
         self.stats = EngineStats()
         components = pool.layout.components
-        self.geometry = Geometry(
-            page_tokens=pool.layout.page_tokens,
-            components=tuple(c.name for c in components),
-            unit_bytes=tuple(c.unit_bytes for c in components),
-        )
+        names, sizes = tuple(c.name for c in components), tuple(c.unit_bytes for c in components)
+        pages, ranks = pool.layout.page_tokens, pool.layout.tp_size
+        self.geometry = Geometry(page_tokens=pages, components=names, unit_bytes=sizes, tp_size=ranks)
         self._vocab_size = model.vocab_size
         self._settings = settings
         self._executor = executor
@@ -65,12 +67,13 @@ class BatchEngine:
         self._capacity = Capacity(pool.layout, settings.growth_tokens, pool.clear_slot)
         self._stash = Stash(pool.layout, settings.stash_bytes)
         self._scheduler = Scheduler(pool.layout, settings, self._capacity, self._stash, model.eos_token_ids, self.stats)
-        self._streams: dict[TicketKey, asyncio.Queue[ChunkDone | BatonError]] = {}
+        self._streams = ChunkStreams()
         self._released: dict[TicketKey, asyncio.Event] = {}
         self._wake = asyncio.Event()
         self._ended: asyncio.Event | None = None
         self._closing = False
         self._dispatched_at: float | None = None
+        self._under_way: tuple[StepPlan, StepWatch] | None = None
 
     # Tickets
 
@@ -114,26 +117,25 @@ class BatchEngine:
         self._scheduler.compute_ahead(self._group(key), attempts)
         self._wake.set()
 
-    async def prefill(self, key: TicketKey) -> AsyncGenerator[ChunkDone, None]:
+    async def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
         group = self._group(key)
         self._check_open()
-        queue: asyncio.Queue[ChunkDone | BatonError] = asyncio.Queue(self._settings.prefill_lead + 2)
-        self._streams[key] = queue
-        try:
-            self._tell(self._scheduler.start_prompt(group))
-            last = False
-            while not last:
-                self._wake.set()
-                done = await queue.get()
-                if isinstance(done, BatonError):
-                    raise done
-                group.ahead -= 1
-                last = done.last
-                yield done
-        finally:
-            if self._streams.get(key) is queue:
-                del self._streams[key]
-            self._scheduler.stop(group)
+        parts = 1 + (self.layout.model_layers if cut.layers else 0)  # others in its steps may have them told one by one
+        with self._streams.opened(key, (self._settings.prefill_lead + 1) * parts) as queue:
+            try:
+                self._tell(self._scheduler.start_prompt(group, cut, held_len))
+                last = False
+                while not last:
+                    self._wake.set()
+                    done = await queue.get()
+                    if isinstance(done, BatonError):
+                        raise done
+                    group.ahead -= not done.partial
+                    last = done.last
+                    yield done
+            finally:
+                self._scheduler.stop(group)
+                self._note_ends()
 
     def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
         group = self._group(key)
@@ -158,17 +160,19 @@ class BatchEngine:
         group = self._scheduler.groups.get(key)
         if group is not None and group.decodes and choice < len(group.choices):
             self._scheduler.finish_choice(group, choice)
+            self._note_ends()
             self._wake.set()
 
     async def retire(self, key: TicketKey) -> None:
         if (group := self._scheduler.groups.get(key)) is None:
             return
         if not group.retiring:
-            self._fail_stream(key, Cancelled("the ticket was retired"))
+            self._streams.fail(key, Cancelled("the ticket was retired"))
         released = self._released.setdefault(key, asyncio.Event())
         if self._scheduler.retire(group):
             self._set_released(key)
             self._wake.set()
+        self._note_ends()
         await released.wait()
 
     # Reports
@@ -183,19 +187,7 @@ class BatchEngine:
         return self._scheduler.room.left()
 
     def queues(self) -> dict[str, int]:
-        lengths = {"waiting": 0, "prefilling": 0, "parked": 0, "yielded": 0, "running": 0, "preempted": 0}
-        for group in self._scheduler.groups.values():
-            if group.phase is Phase.PROMPT:
-                lengths["prefilling" if group.computed else "waiting"] += 1
-            elif group.phase is Phase.PARKED:
-                lengths["parked"] += 1
-            elif group.phase is Phase.DECODING:
-                lengths["running"] += len(group.live)
-            elif group.phase is Phase.PREEMPTED and group.decodes:
-                lengths["preempted"] += 1
-            elif group.phase is Phase.PREEMPTED:
-                lengths["waiting" if group.claims else "yielded"] += 1
-        return lengths
+        return queue_lengths(self._scheduler.groups.values())
 
     @property
     def stashed_bytes(self) -> int:
@@ -223,8 +215,7 @@ class BatchEngine:
                     self._tell(await self._step(plan))
         finally:
             self._closing = True
-            for key in self._streams:
-                self._fail_stream(key, EngineError("the engine was closed"))
+            self._streams.fail_all(EngineError("the engine was closed"))
             self._ended.set()
 
     async def close(self) -> None:
@@ -239,12 +230,16 @@ class BatchEngine:
         for row in plan.rows:
             if row.choice is None and (group := self._scheduler.groups[row.key]).begun_at is None:
                 group.begun_at = started
+        watch = StepWatch(lambda num_layers: self._executor.tell(lambda: self._on_layers(plan, num_layers)))
+        self._under_way = plan, watch
         try:
-            result = await self._executor.run(lambda: self._runner.execute(plan))
+            result = await self._executor.run(lambda: self._runner.execute(plan, watch))
         except asyncio.CancelledError:
             # The executor has waited for the step: it uses nothing any more.
             self._tell(self._scheduler.fail(plan, EngineError.code, "the engine was closed"))
             raise
+        except StepUnwanted:
+            return self._scheduler.fail(plan, Cancelled.code, "nobody wants the step any more")
         except Exception as error:
             log.exception("a step failed", extra={"rows": len(plan.rows), "tokens": plan.num_tokens})
             effects = self._scheduler.fail(plan, EngineError.code, f"{type(error).__name__}: {error}")
@@ -253,21 +248,30 @@ class BatchEngine:
             self._tell(effects)
             raise
         finally:
-            self._dispatched_at = None
+            self._dispatched_at = self._under_way = None
             self.stats.step_s += self._clock.now() - started
         effects = self._scheduler.apply(plan, result)
         self.stats.steps += 1
         self.stats.busy_s += self._clock.now() - started
         return effects
 
+    def _on_layers(self, plan: StepPlan, num_layers: int) -> None:
+        if self._under_way is not None and self._under_way[0] is plan:
+            self._tell(self._scheduler.layers_done(plan, num_layers))
+
+    def _note_ends(self) -> None:
+        """A step under way that nobody wants any more ends between two layers."""
+        if self._under_way is not None:
+            plan, watch = self._under_way
+            watch.unwanted = not self._scheduler.is_wanted(plan)
+
     def _tell(self, effects: StepEffects) -> None:
         for key, chunk in effects.chunks:
-            if (queue := self._streams.get(key)) is not None:
-                queue.put_nowait(chunk)
+            self._streams.put(key, chunk)
         listened = []
         for failure in effects.failed:
             if failure.key in self._streams:
-                self._fail_stream(failure.key, EngineError(failure.message))
+                self._streams.fail(failure.key, EngineError(failure.message))
             else:
                 listened.append(failure)
         effects.failed = listened
@@ -276,11 +280,6 @@ class BatchEngine:
         output = effects.output()
         if output != StepOutput():
             self._listener(output)
-
-    def _fail_stream(self, key: TicketKey, error: BatonError) -> None:
-        queue = self._streams.get(key)
-        if queue is not None and not queue.full():
-            queue.put_nowait(error)
 
     def _set_released(self, key: TicketKey) -> None:
         if (event := self._released.pop(key, None)) is not None:

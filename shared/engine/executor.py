@@ -15,6 +15,9 @@ class Executor(Protocol):
         """Carries `work` out and returns its result or raises its exception. Returns (or raises) only when `work` has
         ended, also when the caller is cancelled: until then it uses memory."""
 
+    def tell(self, call: Callable[[], None]) -> None:
+        """From within `work`: makes `call` on the loop, before whoever waits in `run` goes on."""
+
     def close(self) -> None: ...
 
 
@@ -28,12 +31,14 @@ class ThreadExecutor:
             initializer=torch.set_num_threads,
             initargs=(num_threads,),
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """For what may be abandoned while it runs, because it uses nothing that anybody else would free."""
         return self._pool.submit(work)
 
     async def run(self, work: Callable[[], T]) -> T:
+        self._loop = asyncio.get_running_loop()
         future = asyncio.wrap_future(self.submit(work))
         try:
             return await asyncio.shield(future)
@@ -42,6 +47,10 @@ class ThreadExecutor:
             if not future.cancelled():
                 future.exception()
             raise
+
+    def tell(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(call)  # and so is the end of `work`, later
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -69,6 +78,9 @@ class InlineExecutor:
     async def run(self, work: Callable[[], T]) -> T:
         await asyncio.sleep(self._step_s)
         return work()
+
+    def tell(self, call: Callable[[], None]) -> None:
+        call()
 
     def close(self) -> None:
         pass

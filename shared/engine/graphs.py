@@ -13,6 +13,7 @@ import torch
 
 from shared.engine.device_batch import PinnedMemory, Shape, Upload, batch_over
 from shared.engine.models.base import Batch, Model
+from shared.engine.watch import LayerDone
 from shared.state.components import StateComponent
 
 PADDING = -1
@@ -57,9 +58,12 @@ class DeviceModel:
         return self._model.components(page_tokens)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
+        """A recorded step says nothing of its layers."""
         graph = self._graph_for(batch)
-        return self._model.forward(self._upload(batch), state) if graph is None else graph.run(batch)
+        return self._model.forward(self._upload(batch), state, layer_done) if graph is None else graph.run(batch)
 
     def _graph_for(self, batch: Batch) -> "_DecodeGraph | None":
         num_rows, width = batch.block_tables.shape

@@ -1,4 +1,7 @@
-"""What of a prompt's state may leave once a chunk of it is computed."""
+"""What of a prompt's state may leave once a chunk of it, or some layers of a chunk, are computed."""
+
+import functools
+from dataclasses import replace
 
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
@@ -25,3 +28,25 @@ def chunk_pieces(
         elif last:
             pieces.append(Piece(index, 0, (slot,), component.rows_in_last_unit(end)))
     return tuple(pieces)
+
+
+def in_layers(layout: PoolLayout, pieces: tuple[Piece, ...], layers: range) -> tuple[Piece, ...]:
+    """What of whole pieces lies in these layers of the model."""
+    cut = []
+    for piece in pieces:
+        for start, count in stored_layers(layout.components[piece.component].layers, layers):
+            cut.append(replace(piece, first_layer=start, num_layers=count))
+    return tuple(cut)
+
+
+@functools.cache
+def stored_layers(stored: tuple[int, ...], layers: range) -> tuple[tuple[int, int], ...]:
+    """Where a component that has the model's layers `stored` keeps `layers` of it: (first, count) of runs."""
+    runs: list[tuple[int, int]] = []
+    for at, layer in enumerate(stored):
+        if layer in layers:
+            if runs and sum(runs[-1]) == at:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((at, 1))
+    return tuple(runs)

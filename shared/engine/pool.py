@@ -61,8 +61,9 @@ class StatePool:
     def bring_in(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Makes what a link has put into these units visible to steps; here it is at once."""
 
-    def bring_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Makes what steps have written to these units visible to links; here it is at once. Waits for it."""
+    def bring_out(self, pages: Sequence[int], slots: Sequence[int], layers: range | None = None) -> None:
+        """Makes what steps have written to these units in these layers of the model (None: all) visible to links; here
+        it is at once. Waits for it."""
 
     def read_units(self, pages: Sequence[int], slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Copies in host memory, one a component: [layers, units, *unit_shape]."""

@@ -56,8 +56,8 @@ def _prompt_row(group: Group, count: int, eos_token_ids: frozenset[int]) -> Row:
     if end == group.prompt_len and not group.first:
         samples = tuple(_sample_row(group, choice, eos_token_ids) for choice in group.live if not choice.outputs)
     assert group.trunk_slot is not None
-    tokens, pages = group.prompt[start:end], tuple(group.trunk_pages)
-    return Row(group.key, None, tokens, start, pages, group.trunk_slot, samples, leaves=not group.decodes)
+    tokens, pages, by = group.prompt[start:end], tuple(group.trunk_pages), group.cut.layers
+    return Row(group.key, None, tokens, start, pages, group.trunk_slot, samples, not group.decodes, by)
 
 
 def choice_row(group: Group, choice: Choice, count: int, eos_token_ids: frozenset[int]) -> Row:

@@ -10,6 +10,7 @@ from shared.engine.buffers import StepBuffers
 from shared.engine.models.base import Batch, Model
 from shared.engine.pool import StatePool
 from shared.engine.sampler import Sampled, SampleRow, sample
+from shared.engine.watch import LayerDone, StepWatch
 from shared.runtime.errors import EngineError
 
 SampleFunction = Callable[[torch.Tensor, Sequence[SampleRow]], Sequence[Sampled]]
@@ -23,9 +24,11 @@ class Runner:
         self._pool = pool
         self._sample_rows = sample_rows
         self._buffers = StepBuffers()
+        self._num_layers = pool.layout.model_layers
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, watch: StepWatch) -> StepResult:
+        """Raises StepUnwanted where the watch says so in the middle of a prompt's rows: then they are half written."""
         for copy in plan.copies:
             if isinstance(copy, CopyPage):
                 self._pool.copy_page(copy.source, copy.target)
@@ -42,8 +45,12 @@ class Runner:
         if not plan.rows:
             return StepResult(())
         self._check_tables(plan.rows)
-        logits = self._model.forward(self._buffers.fill(plan.rows), self._pool.tensors)
-        self._bring_out(plan.rows)
+        batch, between = self._buffers.fill(plan.rows), self._between_layers(plan.rows, watch)
+        state = self._pool.tensors
+        logits = self._model.forward(batch, state) if between is None else self._model.forward(batch, state, between)
+        for row in plan.rows:
+            if row.leaves:
+                self._bring_out(row, watch.layers_done if row.leaves_by else 0, self._num_layers)
         wanted = [row for row in plan.rows if row.samples]
         if not wanted:
             return StepResult(((),) * len(plan.rows))
@@ -53,11 +60,26 @@ class Runner:
         drawn = iter(self._draw(logits, [sample for row in wanted for sample in row.samples]))
         return StepResult(tuple(_all_or_error([next(drawn) for _ in row.samples]) for row in plan.rows))
 
-    def _bring_out(self, rows: tuple[Row, ...]) -> None:
-        page_tokens = self._pool.layout.page_tokens
-        for row in rows:
-            if row.leaves:
-                self._pool.bring_out(row.pages[row.start // page_tokens : -(-row.end // page_tokens)], (row.slot,))
+    def _between_layers(self, rows: tuple[Row, ...], watch: StepWatch) -> LayerDone | None:
+        """None where it is of no use to look up between layers: a step of plain decoding is short."""
+        if all(row.choice is not None for row in rows):
+            return None
+        ahead = [row for row in rows if row.leaves_by]
+        by = min((row.leaves_by for row in ahead), default=0)
+
+        def layer_done(layer: int) -> None:
+            watch.check()
+            done = layer + 1
+            if ahead and (done % by == 0 or done == self._num_layers):
+                for row in ahead:
+                    self._bring_out(row, watch.layers_done, done)
+                watch.are_done(done)
+
+        return layer_done
+
+    def _bring_out(self, row: Row, first_layer: int, after: int) -> None:
+        page_tokens, layers = self._pool.layout.page_tokens, range(first_layer, after)
+        self._pool.bring_out(row.pages[row.start // page_tokens : -(-row.end // page_tokens)], (row.slot,), layers)
 
     def _check_tables(self, rows: tuple[Row, ...]) -> None:
         """Compiled kernels do not check bounds: a row beyond its own pages would write into somebody else's."""

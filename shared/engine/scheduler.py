@@ -5,19 +5,20 @@ between (a ticket starts, a choice ends) never touch what a step under way uses:
 `fail`.
 """
 
-from shared.engine.api import ChunkDone, EngineStats, GroupFailed, TokenOut
+from shared.engine.api import EngineStats, GroupFailed, TokenOut
 from shared.engine.batch import Arrival, CopyPage, CopySlot, Load, Row, Save, StepPlan, StepResult
 from shared.engine.capacity import Capacity
 from shared.engine.effects import StepEffects
-from shared.engine.pieces import chunk_pieces
 from shared.engine.room import Room
 from shared.engine.rows import choice_row, chunk_rows
 from shared.engine.sampler import Sampled, SampleRow
 from shared.engine.sequence import Choice, Group, Phase
 from shared.engine.settings import EngineSettings
 from shared.engine.stash import Stash
+from shared.engine.telling import Telling
 from shared.protocol.messages import FirstToken
 from shared.runtime.errors import EngineError, PoolExhausted
+from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.layout import PoolLayout
 from shared.transfer.link import TicketKey
 
@@ -37,10 +38,10 @@ class Scheduler:
     ) -> None:
         self.groups: dict[TicketKey, Group] = {}
         self._active: dict[TicketKey, Group] = {}
-        self._layout = layout
         self._settings = settings
         self._capacity = capacity
         self.room = Room(capacity, stash, self.groups, self._active, stats)
+        self._telling = Telling(layout)
         self._eos_token_ids = eos_token_ids
         self._stats = stats
 
@@ -58,12 +59,13 @@ class Scheduler:
             self._capacity.admit(group)
         self.groups[group.key] = group
 
-    def start_prompt(self, group: Group) -> StepEffects:
-        """Somebody waits for the prompt. What was computed ahead is told at once, if it is in the pool."""
+    def start_prompt(self, group: Group, cut: Cut = BY_CHUNKS, held_len: int = 0) -> StepEffects:
+        """Somebody waits for the prompt, and has `held_len` positions of it. What has its state already is told at
+        once, if it is in the pool."""
         effects = StepEffects()
         if group.asked or (group.phase is not Phase.RESERVED and group.decodes):
             raise ValueError(f"{group.key} was started before")
-        group.asked, group.optimistic = True, False
+        group.asked, group.optimistic, group.cut, group.told = True, False, cut, held_len
         group.claims = group.phase is Phase.PREEMPTED
         self._activate(group, Phase.PROMPT)
         if not group.loading:
@@ -128,6 +130,18 @@ class Scheduler:
         plan = StepPlan(tuple(copies), tuple(rows), tuple(self.room.saves), tuple(self.room.loads))
         return plan if parts else None, effects
 
+    def is_wanted(self, plan: StepPlan) -> bool:
+        """Whether a step that is under way is of any use to anybody."""
+        return any(self.groups[key].phase is not Phase.ENDED for key in plan.keys)
+
+    def layers_done(self, plan: StepPlan, num_layers: int) -> StepEffects:
+        """So many of the model's layers are computed in a step that is under way."""
+        effects = StepEffects()
+        for row in plan.rows:
+            if row.leaves_by:
+                self._telling.layers(self.groups[row.key], row.end, num_layers, effects)
+        return effects
+
     def apply(self, plan: StepPlan, result: StepResult) -> StepEffects:
         effects = StepEffects()
         for load in plan.loads:
@@ -181,7 +195,7 @@ class Scheduler:
                 first = (self._first_token(group, s, token) for s, token in zip(row.samples, sampled, strict=True))
                 group.first = tuple(first)
             if group.asked:
-                self._tell_chunk(group, row.start, effects)
+                self._tell_chunk(group, effects)
             elif complete:
                 group.phase = Phase.PARKED
                 effects.parked.append(group.key)
@@ -196,17 +210,10 @@ class Scheduler:
     def _tell_so_far(self, group: Group, effects: StepEffects) -> None:
         """To somebody who takes chunks: what was computed before it did, or before it came back."""
         if group.asked and not group.decodes and group.computed and group.phase in (Phase.PROMPT, Phase.PARKED):
-            self._tell_chunk(group, 0, effects)
+            self._tell_chunk(group, effects)
 
-    def _tell_chunk(self, group: Group, start: int, effects: StepEffects) -> None:
-        assert group.trunk_slot is not None
-        complete = group.computed == group.prompt_len
-        pages, slot = tuple(group.trunk_pages), group.trunk_slot
-        pieces = chunk_pieces(self._layout, start, group.computed, complete, pages, slot)
-        first = group.first if complete else ()
-        effects.chunks.append((group.key, ChunkDone(start, group.computed, pieces, first)))
-        group.ahead += 1
-        if complete:
+    def _tell_chunk(self, group: Group, effects: StepEffects) -> None:
+        if self._telling.chunk(group, effects):
             self._end(group)
 
     def _apply_choice(

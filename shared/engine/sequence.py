@@ -12,6 +12,7 @@ from math import inf
 from shared.engine.batch import Arrival, CopyPage, CopySlot
 from shared.engine.stash import Saved
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
+from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.transfer.link import TicketKey
 
 
@@ -52,7 +53,9 @@ class Group:
     while this one had some to compute. begun_at: when the first step with a part of the prompt was dispatched.
 
     On P: asked: somebody takes its chunks. optimistic: it is computed though nobody does yet; attempts: how often
-    that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn."""
+    that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn. cut:
+    how its state leaves. told: positions whose state the consumer has in all layers; told_layers: in how many of the
+    model's layers it also has that of the step under way."""
 
     key: TicketKey
     prompt: tuple[int, ...]
@@ -82,6 +85,9 @@ class Group:
     attempts: int = 0
     claims: bool = False
     first: tuple[FirstToken, ...] = ()
+    cut: Cut = BY_CHUNKS
+    told: int = 0
+    told_layers: int = 0
 
     @property
     def prompt_len(self) -> int:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from shared.engine.pieces import stored_layers
 from shared.engine.pool import StatePool
+from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 
 
@@ -28,15 +30,20 @@ class StagedPool(StatePool):
         for host, there, units in self._sides(pages, slots):
             there[:, units] = host[:, units].to(there.device)
 
-    def bring_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        for host, there, units in self._sides(pages, slots):
+    def bring_out(self, pages: Sequence[int], slots: Sequence[int], layers: range | None = None) -> None:
+        for host, there, units in self._sides(pages, slots, layers):
             host[:, units] = there[:, units].cpu()
 
-    def _sides(self, pages: Sequence[int], slots: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-        """Host, device and units of each component that has some."""
-        chosen = [list(pages if paged else slots) for paged in self._paged]
-        sides = zip(self._host, self.tensors, chosen, strict=True)
-        return [(host, there, units) for host, there, units in sides if units]
+    def _sides(
+        self, pages: Sequence[int], slots: Sequence[int], layers: range | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+        """Host, device and units of each component that has some, in runs of its layers."""
+        sides = []
+        for component, host, there in zip(self.layout.components, self._host, self.tensors, strict=True):
+            units = list(pages if component.index is IndexKind.PAGE else slots)
+            runs = ((0, component.num_layers),) if layers is None else stored_layers(component.layers, layers)
+            sides += [(host[at : at + count], there[at : at + count], units) for at, count in runs if units]
+        return sides
 
     def close(self) -> None:
         self._host = ()

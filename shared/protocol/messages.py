@@ -82,11 +82,13 @@ class LinkAddress(WireModel):
 
 
 class Geometry(WireModel):
-    """What may differ between two workers of one identity and would have to be converted."""
+    """What may differ between two workers of one identity and is converted. unit_bytes: of the first of `tp_size`
+    ranks that share the state."""
 
     page_tokens: Annotated[int, Field(ge=1)]
     components: tuple[str, ...]
     unit_bytes: tuple[int, ...]
+    tp_size: Annotated[int, Field(ge=1)] = 1
 
 
 class TicketMessage(WireModel):
@@ -141,7 +143,8 @@ class Verdict(WireModel):
 
 
 class Destination(TicketMessage):
-    """D to P: where the state goes. Which physical pages is known to D's sidecar alone."""
+    """D to P: where the state goes. Which physical pages is known to D's sidecar alone. held_len: so many positions of
+    the prompt D has in its pages already; their rows are not sent."""
 
     kind: Literal["destination"] = "destination"
     v: Literal[1] = 1
@@ -150,6 +153,7 @@ class Destination(TicketMessage):
     geometry: Geometry
     link: LinkAddress
     secret: Secret
+    held_len: Index = 0
 
 
 class DestinationStatus(StrEnum):

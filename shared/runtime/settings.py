@@ -26,6 +26,7 @@ from shared.runtime.config_file import ConfigError as ConfigError
 from shared.runtime.config_file import closest, read_config
 from shared.runtime.credentials import NatsSettings, masked, secret_fields
 from shared.runtime.mode import Mode, check_budget
+from shared.runtime.overlap import Overlap
 
 PREFIX = "BATON_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -184,6 +185,10 @@ class PrefillSettings(WorkerSettings):
     optimistic_attempts: Annotated[int, Field(ge=0)] = Field(
         0, description="how often a prompt may be computed before its decode worker has said where to send it"
     )
+    overlap: Overlap = Field(
+        "auto", description="what leaves while a prompt is computed: chunks, layers, or auto (chunks of longer prompts)"
+    )
+    layers_per_send: Positive = Field(8, description="overlap layers: layers that leave together")
 
     @model_validator(mode="after")
     def _there_are_prefill_workers(self) -> Self:

@@ -10,8 +10,19 @@ _ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model's state a pool holds: that of one of `tp_size` ranks. whole: the components uncut, in the
+    pool's order and units."""
+
+    whole: tuple[StateComponent, ...]
+    tp_size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """components in order; num_pages units for each PAGE component, num_slots for each REQUEST or RING one.
+    """components in order; num_pages units for each PAGE component, num_slots for each REQUEST or RING one. shard: None
+    where the pool holds all of the state.
 
     All PAGE components of a model share page ids (same id, own buffer), and all REQUEST and RING ones share slot ids.
     """
@@ -19,6 +30,15 @@ class PoolLayout:
     components: tuple[StateComponent, ...]
     num_pages: int
     num_slots: int
+    shard: Shard | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.shard is None else self.shard.tp_size
 
     @property
     def page_tokens(self) -> int:
@@ -27,6 +47,11 @@ class PoolLayout:
         if len(sizes) > 1:
             raise ValueError(f"PAGE components must agree on the page size, got {sorted(sizes)}")
         return sizes.pop() if sizes else 1
+
+    @property
+    def model_layers(self) -> int:
+        """Layers of the model up to the last one that has state."""
+        return 1 + max(max(component.layers) for component in self.components)
 
     def units_of(self, component: StateComponent) -> int:
         return self.num_pages if component.index is IndexKind.PAGE else self.num_slots

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from shared.protocol.messages import LinkAddress
+from shared.state.remap import Fit
 from shared.transfer.link import Piece, TicketKey
 
 Digests = list[list[np.ndarray]]
@@ -76,11 +77,16 @@ class Begun(Protocol):
 
 
 class Channel(Protocol):
-    """A connection to one boot of one peer. One transfer at a time; after any error it can only be closed."""
+    """A connection to one boot of one peer. One transfer at a time; after any error it can only be closed. fit: where
+    our state goes in the peer's, if that cuts it otherwise."""
+
+    @property
+    def fit(self) -> Fit | None: ...
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        """Blocks until the peer has confirmed that all of it landed, and returns the digests of the source bytes. No
-        byte is read before `event` is set. Ends exactly once: with a result, or with a TransferError."""
+        """Blocks until the peer has confirmed that all of it landed, and returns the digests of the source bytes, of
+        those pieces that go to this peer. No byte is read before `event` is set. Ends exactly once: with a result, or
+        with a TransferError."""
 
     def begin(self, manifest: Manifest) -> Begun | None:
         """Starts a transfer whose source is complete, if it is so small that the peer is likely to be done before a

@@ -45,6 +45,7 @@ class Open(Request):
     kind: Literal["open"] = "open"
     secret: PackedBytes
     units: tuple[PackedUnits, ...]
+    held_len: int = 0
 
 
 class Send(Request):
@@ -56,6 +57,8 @@ class Send(Request):
 
 class Ask(Request):
     kind: Literal["received", "fence", "sent", "forget"]
+    rank: int | None = None
+    """With received and sent: of the other side."""
 
 
 class Ping(WireModel):

@@ -23,7 +23,9 @@ from shared.machines.transfer import (
     step,
 )
 from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
+from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
+from shared.state.remap import Fit
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
 from shared.transfer.pool import Run, units_array
@@ -66,7 +68,8 @@ class Stop:
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set."""
+    """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set. pieces: in the
+    sender's units. runs: in ours; with a fit all that the rows of a piece lie in."""
 
     key: TicketKey
     backend: str
@@ -74,6 +77,7 @@ class Grant:
     runs: tuple[Run, ...]
     stopped: Stop
     stop: Callable[[], None]
+    fit: Fit | None = None
 
 
 @dataclass(slots=True)
@@ -81,7 +85,9 @@ class _Entry:
     ticket: ReceivingTicket
     secret: bytes
     units: tuple[np.ndarray, ...]
-    ledger: Ledger
+    held_len: int
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    """By the sender's rank."""
     grants: list[Grant] = field(default_factory=list)
     on_quiesced: list[Callable[[], None]] = field(default_factory=list)
 
@@ -90,7 +96,7 @@ class Door:
     """on_first_bytes(key, backend) is called from the thread of the transfer, before it writes."""
 
     def __init__(self, layout: PoolLayout, on_first_bytes: Callable[[TicketKey, str], None]) -> None:
-        self._layout = layout
+        self.layout = layout
         self._on_first_bytes = on_first_bytes
         self._lock = threading.Lock()
         self._entries: dict[TicketKey, _Entry] = {}
@@ -98,40 +104,52 @@ class Door:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._counters: Counter[str] = Counter()
 
-    def open(self, key: TicketKey, secret: bytes, units: Sequence[Sequence[int]]) -> None:
-        """Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
-        components = self._layout.components
+    def open(self, key: TicketKey, secret: bytes, units: Sequence[Sequence[int]], held_len: int = 0) -> None:
+        """The pages of the first `held_len` positions stay as they are. Raises InvalidRequest for units outside the
+        pool or named twice, and for a key that is open."""
+        components = self.layout.components
         if len(units) != len(components) or not secret:
             raise InvalidRequest("a ticket needs a secret and one table for each component")
         tables = tuple(
-            _table(units[k], self._layout.units_of(component), component.name) for k, component in enumerate(components)
+            _table(units[k], self.layout.units_of(component), component.name) for k, component in enumerate(components)
         )
         with self._lock:
             if key in self._entries:
                 raise InvalidRequest("the ticket is open")
-            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, tables, Ledger(components))
+            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, tables, held_len)
             self._live[key.room] += 1
 
     def admit(
-        self, header: Header, raw: bytes, mac: bytes, nonce: bytes, backend: str, stop: Callable[[], None]
+        self,
+        header: Header,
+        raw: bytes,
+        mac: bytes,
+        nonce: bytes,
+        backend: str,
+        stop: Callable[[], None],
+        fit: Fit | None = None,
     ) -> Grant:
         """Lets a transfer in, or raises Refused. `raw` is the header as it came, `mac` what came before it; `stop` ends
-        its writing when the ticket is fenced and is called from another thread."""
+        its writing when the ticket is fenced and is called from another thread. fit: of a sender that cuts its state
+        otherwise."""
         key = TicketKey(header.room, header.generation)
         with self._lock:
             entry = self._find(key)
             if not hmac.compare_digest(sign(entry.secret, nonce, header.sequence, raw), mac):
                 raise Refused("bad_mac")
-            runs = tuple(self._run(entry, piece) for piece in header.pieces)
+            runs = tuple(self._run(entry, piece, fit) for piece in header.pieces)
             if len(header.pieces) > 1:
                 _check_overlap(header.pieces)
+            rank = self._rank(fit)
             for other in entry.grants:
-                _check_overlap((*header.pieces, *other.pieces))
+                if self._rank(other.fit) == rank:  # other ranks bring other heads
+                    _check_overlap((*header.pieces, *other.pieces))
+            ledger = self._ledger(entry, fit)
             moved = step(entry.ticket, WriterEntered(key.generation))
             entry.ticket = moved.ticket
             for piece in header.pieces:
-                entry.ledger.drop(piece.component, piece.first_unit, piece.num_units)
-            grant = Grant(key, backend, header.pieces, runs, Stop(), stop)
+                ledger.drop(piece.component, piece.first_unit, piece.num_units, piece.layers)
+            grant = Grant(key, backend, header.pieces, runs, Stop(), stop, fit)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:
@@ -148,10 +166,11 @@ class Door:
             entry = self._entries[grant.key]
             if grant.stopped.is_set():
                 return False
+            ledger = self._ledger(entry, grant.fit)
             for piece, layers in zip(grant.pieces, digests, strict=True):
-                entry.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
-                component = self._layout.components[piece.component]
-                moved = payload_bytes(component, piece.num_units, piece.rows_in_last)
+                ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
+                component = ledger.components[piece.component]
+                moved = payload_bytes(component, piece.num_units, piece.rows_in_last, piece.num_layers)
                 self._counters[f"received_{grant.backend}_bytes"] += moved
             self._counters["landed"] += 1
             return True
@@ -194,13 +213,15 @@ class Door:
         if quiesced:
             on_quiesced()
 
-    def received(self, key: TicketKey) -> Receipt:
-        """Raises UnknownRoom for a key that is not open."""
+    def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """What came from a rank of the sender's, the one of our own number if none is named. Raises UnknownRoom for a
+        key that is not open."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 raise UnknownRoom("the ticket is not open here")
-            return entry.ledger.receipt()
+            ledger = entry.ledgers.get(self.layout.rank if rank is None else rank)
+            return (ledger or Ledger(self.layout.components)).receipt()
 
     def count(self, what: str, amount: int = 1) -> None:
         with self._lock:
@@ -221,18 +242,39 @@ class Door:
             raise Refused("dead_room", "the ticket is fenced")
         return entry
 
-    def _run(self, entry: _Entry, piece: WirePiece) -> Run:
-        if not 0 <= piece.component < len(entry.units):
+    def _rank(self, fit: Fit | None) -> int:
+        return self.layout.rank if fit is None else fit.source_rank
+
+    def _ledger(self, entry: _Entry, fit: Fit | None) -> Ledger:
+        """The one of the sender's rank. Refused if it counts what somebody brought who cuts his state otherwise."""
+        components, rank = self.layout.components if fit is None else fit.components, self._rank(fit)
+        if rank not in entry.ledgers:
+            entry.ledgers[rank] = Ledger(components)
+        if entry.ledgers[rank].components != components:
+            raise Refused("geometry", "the ticket is being filled by somebody else")
+        return entry.ledgers[rank]
+
+    def _run(self, entry: _Entry, piece: WirePiece, fit: Fit | None) -> Run:
+        """Where a piece goes: our units that its rows lie in."""
+        components = self.layout.components if fit is None else fit.components
+        if not 0 <= piece.component < len(components) or (fit is not None and not fit.travels(piece.component)):
             raise Refused("bad_component", str(piece.component))
-        component, table = self._layout.components[piece.component], entry.units[piece.component]
-        if piece.num_layers != component.num_layers:
+        component = components[piece.component]
+        if piece.first_layer < 0 or piece.num_layers < 1 or piece.layers.stop > component.num_layers:
             raise Refused("bad_layers", f"component {component.name} has {component.num_layers}")
-        end = piece.first_unit + piece.num_units
-        if piece.first_unit < 0 or piece.num_units < 1 or end > len(table):
-            raise Refused("bad_range", f"component {component.name} has {len(table)} units, not {end}")
+        held = entry.held_len if component.index is IndexKind.PAGE else 0
+        if piece.first_unit * component.unit_tokens < held or piece.first_unit < 0 or piece.num_units < 1:
+            raise Refused("bad_range", f"component {component.name} has no such units")
         if not 1 <= piece.rows_in_last <= component.unit_tokens:
             raise Refused("bad_rows", f"component {component.name} has {component.unit_tokens} rows a unit")
-        return Run(piece.component, table[piece.first_unit : end], piece.rows_in_last)
+        index, first, end = piece.component, piece.first_unit, piece.first_unit + piece.num_units
+        if fit is not None:
+            first, end = fit.target_units(index, first, piece.num_units, piece.rows_in_last)
+            index = fit.target_index(index)
+        table = entry.units[index]
+        if end > len(table):
+            raise Refused("bad_range", f"component {component.name} has {len(table)} units, not {end}")
+        return Run(index, table[first:end], piece.rows_in_last, piece.layers)
 
     def _bury(self, key: TicketKey) -> None:
         del self._entries[key]
@@ -255,9 +297,17 @@ def _table(units: Sequence[int], limit: int, name: str) -> np.ndarray:
 
 
 def _check_overlap(pieces: tuple[WirePiece, ...]) -> None:
-    """Raises Refused if two transfers, or two pieces of one, would write the same unit."""
-    ends: dict[int, int] = {}
+    """Raises Refused if two transfers, or two pieces of one, would write the same layer of a unit."""
+    reaching: list[WirePiece] = []
     for piece in sorted(pieces, key=lambda one: (one.component, one.first_unit)):
-        if piece.first_unit < ends.get(piece.component, 0):
+        # They share a unit, so no two share a layer: there are never more than the component has layers.
+        reaching = [one for one in reaching if _reaches(one, piece)]
+        layers = piece.layers
+        if any(one.first_layer < layers.stop and layers.start < one.layers.stop for one in reaching):
             raise Refused("overlap", "a unit is being written already")
-        ends[piece.component] = piece.first_unit + piece.num_units
+        reaching.append(piece)
+
+
+def _reaches(one: WirePiece, later: WirePiece) -> bool:
+    """Whether a piece has units at or after the first one of a later piece."""
+    return one.component == later.component and one.first_unit + one.num_units > later.first_unit

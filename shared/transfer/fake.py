@@ -10,16 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost, TransferRefused
+from shared.runtime.errors import GeometryMismatch, PeerLost, TransferRefused
 from shared.state.layout import PoolLayout
+from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests
 from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.fake_copy import LayerCopy
 from shared.transfer.ledger import Ledger
 from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.mishap import Mishap as Mishap
 from shared.transfer.mishap import Policy, no_mishap
 from shared.transfer.pool import Pool, Run
-from shared.transfer.wire import Header, WirePiece, sign
+from shared.transfer.sending import runs_of, travelling, wire_pieces
+from shared.transfer.wire import Header, sign
 
 _NAME = "fake"
 _NONCE = b"no wire, no replay"
@@ -49,7 +52,7 @@ class Touch:
 
 @dataclass(slots=True)
 class _Outgoing:
-    ledger: Ledger
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end what is under way."""
@@ -93,13 +96,14 @@ class FakeLink:
         secret: bytes,
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
+        held_len: int = 0,
     ) -> None:
-        self.door.open(key, secret, units)
+        self.door.open(key, secret, units, held_len)
         self._first_bytes[key] = on_first_bytes
         self._open_units[key] = units
 
-    async def received(self, key: TicketKey) -> Receipt:
-        return self.door.received(key)
+    async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        return self.door.received(key, rank)
 
     async def fence(self, key: TicketKey) -> None:
         if key not in self._first_bytes:
@@ -112,7 +116,7 @@ class FakeLink:
         self._received_backend.pop(key, None)
 
     async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
-        ticket = self._sending.setdefault(key, _Outgoing(Ledger(self._layout.components)))
+        ticket = self._sending.setdefault(key, _Outgoing())
         ticket.under_way.append(pieces)
         task = asyncio.get_running_loop().create_task(self._send(ticket, key, secret, peer, pieces))
         self._tasks.add(task)
@@ -129,17 +133,23 @@ class FakeLink:
     ) -> None:
         try:
             async with ticket.turn:
-                digests = await self._transfer(ticket, key, secret, peer, pieces)
-                for piece, layers in zip(pieces, digests, strict=True):
-                    ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+                digests, fit = await self._transfer(ticket, key, secret, peer, pieces)
+                rank = self._layout.rank if fit is None else fit.target_rank
+                if rank not in ticket.ledgers:
+                    ticket.ledgers[rank] = Ledger(self._layout.components if fit is None else fit.components)
+                for piece, layers in zip(travelling(fit, pieces), digests, strict=True):
+                    ticket.ledgers[rank].record(
+                        piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer
+                    )
         finally:
             ticket.under_way.remove(pieces)
             if not ticket.under_way:
                 ticket.still.set()
 
-    async def sent(self, key: TicketKey) -> Receipt:
+    async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
         ticket = self._sending.get(key)
-        return (ticket.ledger if ticket else Ledger(self._layout.components)).receipt()
+        ledger = ticket.ledgers.get(self._layout.rank if rank is None else rank) if ticket else None
+        return (ledger or Ledger(self._layout.components)).receipt()
 
     async def forget(self, key: TicketKey) -> None:
         ticket = self._sending.get(key)
@@ -212,50 +222,41 @@ class FakeLink:
 
     async def _transfer(
         self, ticket: _Outgoing, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]
-    ) -> Digests:
+    ) -> tuple[Digests, Fit | None]:
         mishap = self._network.policy(key, pieces)
         await _pause(ticket.stop, mishap.delay_s)
         other = self._network.links.get(peer.boot_id)
         if other is None:
             raise PeerLost("the peer's sidecar is gone")
-        runs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in pieces]
-        if other._layout.components != self._layout.components:
-            raise TransferRefused("geometry: the peer's state is cut differently")
-        if not all(self._pool.holds(run) for run in runs):
-            raise TransferRefused("bad_source: no such units here")
-        grant = other._admit(self._header(key, pieces), secret, ticket.stop.set)
+        try:
+            fit = fit_between(self._layout, other._layout)
+        except GeometryMismatch as error:
+            raise TransferRefused(f"geometry: {error.message}") from error
+        pieces = travelling(fit, pieces)
+        runs = runs_of(self._pool, pieces)
+        wire = wire_pieces(self._pool, pieces, with_units=False)
+        header = Header(room=key.room, generation=key.generation, sequence=0, pieces=wire)
+        grant = other._admit(header, secret, ticket.stop.set, fit)
         ticket.moved = True
         try:
-            written, digests = await self._write(ticket, other, grant, runs, mishap)
+            copy = LayerCopy(self._pool, other._pool, grant, runs)
+            written, digests = await self._write(ticket, other, copy, runs, mishap)
             if not other.door.landed(grant, written):
                 raise PeerLost("the ticket was fenced meanwhile")
-            return digests
+            return digests, fit
         finally:
             other.door.leave(grant)
 
-    def _header(self, key: TicketKey, pieces: tuple[Piece, ...]) -> Header:
-        wire = tuple(
-            WirePiece(
-                component=piece.component,
-                num_layers=self._pool.num_layers(piece.component),
-                first_unit=piece.first_unit,
-                num_units=len(piece.units),
-                rows_in_last=piece.rows_in_last,
-            )
-            for piece in pieces
-        )
-        return Header(room=key.room, generation=key.generation, sequence=0, pieces=wire)
-
-    def _admit(self, header: Header, secret: bytes, stop: Callable[[], None]) -> Grant:
+    def _admit(self, header: Header, secret: bytes, stop: Callable[[], None], fit: Fit | None) -> Grant:
         raw = header.model_dump_json().encode()
         try:
-            return self.door.admit(header, raw, sign(secret, _NONCE, 0, raw), _NONCE, _NAME, stop)
+            return self.door.admit(header, raw, sign(secret, _NONCE, 0, raw), _NONCE, _NAME, stop, fit)
         except Refused as error:
             self.door.count(f"refused_{error.reason}")
             raise
 
     async def _write(
-        self, ticket: _Outgoing, other: "FakeLink", grant: Grant, runs: list[Run], mishap: Mishap
+        self, ticket: _Outgoing, other: "FakeLink", copy: LayerCopy, runs: list[Run], mishap: Mishap
     ) -> tuple[Digests, Digests]:
         """(digests of what was written, digests of the source). Stopped, it leaves."""
         written: Digests = []
@@ -263,22 +264,19 @@ class FakeLink:
         await _pause(ticket.stop, None if mishap.lost else 0.0)
         if mishap.error is not None:
             raise mishap.error
-        for theirs, mine in zip(runs, grant.runs, strict=True):
+        for number, run in enumerate(runs):
             written.append([])
             digests.append([])
-            for layer in range(self._pool.num_layers(theirs.component)):
+            for layer in run.layers:
                 if mishap.layer_delay_s:
-                    await self._pause_in_layer(ticket.stop, mishap, other, theirs, mine, layer)
-                digests[-1].append(self._pool.digests(theirs, layer))
-                found = other._pool.copy_from(self._pool, theirs, mine, layer)
-                if mishap.corrupt and layer == 0:
-                    other._pool.flip_byte(mine, layer)
-                    found = other._pool.digests(mine, layer)
-                written[-1].append(found)
+                    await self._pause_in_layer(ticket.stop, mishap, other, copy, number, layer)
+                found = copy.copy(number, layer, spoil=mishap.corrupt and layer == 0)
+                written[-1].append(found[0])
+                digests[-1].append(found[1])
         return written, digests
 
     async def _pause_in_layer(
-        self, stop: asyncio.Event, mishap: Mishap, other: "FakeLink", theirs: Run, mine: Run, layer: int
+        self, stop: asyncio.Event, mishap: Mishap, other: "FakeLink", copy: LayerCopy, number: int, layer: int
     ) -> None:
         """A slow copier notices late that it was stopped: what it still writes shows whose pages those are by then."""
         try:
@@ -286,7 +284,7 @@ class FakeLink:
         except PeerLost:
             await asyncio.sleep(mishap.linger_s)
             if mishap.linger_s and self._boot_id in self._network.links and other._boot_id in self._network.links:
-                other._pool.copy_from(self._pool, theirs, mine, layer)
+                copy.copy(number, layer)
             raise
 
 

@@ -23,22 +23,31 @@ class TicketKey:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of consecutive logical units of one component, all its layers.
+    """A run of consecutive logical units of one component, in some or all of its layers.
 
     component: index in the layout. first_unit: logical index of the first unit in the ticket's table.
     units: the sender's physical unit ids. rows_in_last: rows of the last unit that carry state; the rest are not sent.
+    first_layer, num_layers: which of the component's layers, counted as they lie in the pool; None: all from there on.
     """
 
     component: int
     first_unit: int
     units: PackedUnits
     rows_in_last: int
+    first_layer: int = 0
+    num_layers: int | None = None
+
+    def layers(self, component_layers: int) -> range:
+        """The layers it has of a component that has `component_layers`."""
+        after = component_layers if self.num_layers is None else self.first_layer + self.num_layers
+        return range(self.first_layer, after)
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentReceipt:
     """What was moved of one component: payload bytes, and the digest: xxh3-128 (hex) over the xxh3-128 digests of every
-    (layer, logical unit) in that order, each over the raw bytes of the rows that carry state."""
+    (layer, logical unit) in that order, each over the raw bytes of the rows that carry state. Units are the sender's,
+    and of its heads only those count that went to this receiver."""
 
     name: str
     num_bytes: int
@@ -67,12 +76,15 @@ class Link(Protocol):
         secret: bytes,
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
+        held_len: int = 0,
     ) -> None:
-        """Receiver: from now on a peer that knows `secret` may fill these physical units (per component, in logical
-        order). `on_first_bytes` is called once on the loop when the first transfer is accepted."""
+        """Receiver: from now on peers that know `secret` may fill these physical units (per component, in logical
+        order), but for the pages of the first `held_len` positions. `on_first_bytes` is called once on the loop when
+        the first transfer is accepted."""
 
-    async def received(self, key: TicketKey) -> Receipt:
-        """Receiver: what has landed so far. Raises UnknownRoom for a key that is not open."""
+    async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """Receiver: what has landed so far, counted in the sender's units. Raises UnknownRoom for a key that is not
+        open. rank: of the senders, where several share the state; None: the one of our own number."""
 
     async def fence(self, key: TicketKey) -> None:
         """Receiver: closes the ticket; when it returns no byte of it will be written any more. Idempotent; an unknown
@@ -83,8 +95,9 @@ class Link(Protocol):
         The source units must hold still until then. Several sends of one ticket may be under way; they are carried
         out in the order of the calls."""
 
-    async def sent(self, key: TicketKey) -> Receipt:
-        """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes."""
+    async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes. rank: of the
+        receivers, as in `received`."""
 
     async def forget(self, key: TicketKey) -> None:
         """Sender: drops what is known of `key` and stops what is under way; when it returns this side reads no source

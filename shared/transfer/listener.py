@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from shared.runtime.errors import PeerLost, TransferError, TransferRefused
-from shared.state.components import StateComponent
+from shared.runtime.errors import GeometryMismatch, PeerLost, TransferError, TransferRefused
+from shared.state.layout import PoolLayout
+from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests, Timing
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.wire import (
@@ -34,7 +35,11 @@ _JOIN_S = 5.0
 
 
 class Mover(Protocol):
-    """How a backend lands the bytes of one peer's transfers."""
+    """How a backend lands the bytes of one peer's transfers. fit: where these go, if the peer cuts its state otherwise
+    than we do; None if it does not."""
+
+    @property
+    def fit(self) -> Fit | None: ...
 
     def check(self, header: Header) -> None:
         """Raises Refused if the sender's side of the header makes no sense. Before anything is written."""
@@ -131,7 +136,7 @@ class Listener:
 
     def _serve(self, connection: Connection) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.send(Hello(boot_id=self._boot_id, nonce=nonce))
+        connection.send(Hello(boot_id=self._boot_id, layout=self._door.layout, nonce=nonce))
         mover = self._greet(connection)
         connection.send(Answer(ok=True))
         sequence, trusted = 0, False
@@ -144,7 +149,7 @@ class Listener:
             sequence += 1
             try:
                 mover.check(header)
-                grant = self._door.admit(header, raw, mac, nonce, self._name, mover.stop)
+                grant = self._door.admit(header, raw, mac, nonce, self._name, mover.stop, mover.fit)
             except Refused as error:
                 self._door.count(f"refused_{error.reason}")
                 connection.send(Answer(ok=False, reason=error.reason, message=str(error)))
@@ -164,23 +169,14 @@ class Listener:
         return YES
 
 
-def greeting(body: bytes, own: tuple[StateComponent, ...]) -> Greeting:
-    """The peer's greeting, or Refused where its state is cut differently from ours: then the first difference is
-    named."""
+def greeting(body: bytes, own: PoolLayout) -> tuple[Greeting, Fit | None]:
+    """The peer's greeting, and where its state goes in ours; None where both are cut alike. Refused, naming the first
+    difference, where it does not go."""
     theirs = parse(Greeting, body)
-    if theirs.layout.components != own:
-        raise Refused("geometry", _difference(theirs.layout.components, own))
-    return theirs
-
-
-def _difference(theirs: tuple[StateComponent, ...], own: tuple[StateComponent, ...]) -> str:
-    if len(theirs) != len(own):
-        return f"{len(theirs)} components, not {len(own)}"
-    for a, b in zip(theirs, own, strict=True):
-        for name in ("name", "index", "unit_tokens", "outer", "inner", "dtype", "layers", "shard_axis"):
-            if getattr(a, name) != getattr(b, name):
-                return f"component {b.name}: {name} is {getattr(a, name)}, not {getattr(b, name)}"
-    return "no difference"
+    try:
+        return theirs, fit_between(theirs.layout, own)
+    except GeometryMismatch as error:
+        raise Refused("geometry", error.message) from error
 
 
 def _tell(connection: Connection, answer: Answer) -> None:

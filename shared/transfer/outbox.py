@@ -15,9 +15,11 @@ from typing import TypeVar
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
+from shared.state.remap import Fit
 from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.sending import travelling
 
 _PER_PEER = 2
 _MAX_THREADS = 16
@@ -43,7 +45,8 @@ class _Peer:
 class _Outgoing:
     """What is known of one ticket. `channel` is set while a transfer of it reads the pool."""
 
-    ledger: Ledger
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    """By the receiver's rank."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     backend: str | None = None
     channel: Channel | None = None
@@ -69,16 +72,25 @@ class Outbox:
         """Returns when the peer confirmed all of it; raises TransferError otherwise."""
         ticket = self._tickets.get(key)
         if ticket is None:
-            ticket = self._tickets[key] = _Outgoing(Ledger(self._layout.components))
+            ticket = self._tickets[key] = _Outgoing()
         async with ticket.turn:
-            digests = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event)
-            for piece, layers in zip(pieces, digests, strict=True):
-                ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+            digests, fit = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event)
+            ledger = self._ledger(ticket, fit)
+            for piece, layers in zip(travelling(fit, pieces), digests, strict=True):
+                ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
 
-    def sent(self, key: TicketKey) -> Receipt:
-        """Of a key nothing was sent under, an empty receipt."""
+    def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        """To a rank of the receiver's, the one of our own number if none is named. Of a key nothing was sent under, an
+        empty receipt."""
         ticket = self._tickets.get(key)
-        return ticket.ledger.receipt() if ticket else Ledger(self._layout.components).receipt()
+        ledger = ticket.ledgers.get(self._layout.rank if rank is None else rank) if ticket else None
+        return (ledger or Ledger(self._layout.components)).receipt()
+
+    def _ledger(self, ticket: _Outgoing, fit: Fit | None) -> Ledger:
+        rank = self._layout.rank if fit is None else fit.target_rank
+        if rank not in ticket.ledgers:
+            ticket.ledgers[rank] = Ledger(self._layout.components if fit is None else fit.components)
+        return ticket.ledgers[rank]
 
     async def forget(self, key: TicketKey) -> None:
         """Stops what is under way; when it returns no source unit is read for `key` any more."""
@@ -109,7 +121,9 @@ class Outbox:
     def num_tickets(self) -> int:
         return len(self._tickets)
 
-    async def _transfer(self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event) -> Digests:
+    async def _transfer(
+        self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event
+    ) -> tuple[Digests, Fit | None]:
         self._check_live(ticket)
         peer = self._peers.get(address.boot_id)
         if peer is None:
@@ -126,7 +140,7 @@ class Outbox:
                     self.counters[f"failed_{backend.name}"] += 1
                     raise
                 self._keep(peer, (backend, channel))
-                return digests
+                return digests, channel.fit
         finally:
             peer.users -= 1
             self._prune()
@@ -150,9 +164,10 @@ class Outbox:
             ticket.channel = None
             ticket.still.set()
         self.counters[f"sent_{backend.name}"] += 1
+        components = self._layout.components if channel.fit is None else channel.fit.components
         self.counters[f"sent_{backend.name}_bytes"] += sum(
-            payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last)
-            for piece in manifest.pieces
+            payload_bytes(components[piece.component], len(piece.units), piece.rows_in_last, len(layers))
+            for piece, layers in zip(travelling(channel.fit, manifest.pieces), found, strict=True)
         )
         return found
 

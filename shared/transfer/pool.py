@@ -36,15 +36,18 @@ def units_array(units: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 class Run:
-    """Physical units of one component, all its layers; of the last unit only the first `rows_in_last` rows."""
+    """Physical units of one component in `layers`; of the last unit only the first `rows_in_last` rows."""
 
-    __slots__ = ("component", "rows_in_last", "units")
+    __slots__ = ("component", "layers", "rows_in_last", "units")
 
-    def __init__(self, component: int, units: Sequence[int] | np.ndarray, rows_in_last: int) -> None:
+    def __init__(
+        self, component: int, units: Sequence[int] | np.ndarray, rows_in_last: int, layers: range = range(0)
+    ) -> None:
         self.component, self.units, self.rows_in_last = component, units_array(units), rows_in_last
+        self.layers = layers
 
     def __repr__(self) -> str:
-        return f"Run({self.component}, {self.units.tolist()}, {self.rows_in_last})"
+        return f"Run({self.component}, {self.units.tolist()}, {self.rows_in_last}, {self.layers})"
 
 
 def create_pool(layout: PoolLayout) -> int:
@@ -89,10 +92,12 @@ class Pool:
         return self._planes[component].num_layers
 
     def holds(self, run: Run) -> bool:
-        """Whether every unit and row of `run` exists in this pool."""
+        """Whether every unit, row and layer of `run` exists in this pool."""
         if not 0 <= run.component < len(self._planes) or not len(run.units):
             return False
         plane = self._planes[run.component]
+        if run.layers.start < 0 or run.layers.stop > plane.num_layers:
+            return False
         first, last = bounds(run.units)
         return first >= 0 and last < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 

@@ -7,7 +7,7 @@ receiver's pool at all. Only the header and the answer travel over the unix sock
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -16,13 +16,16 @@ import numpy as np
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
+from shared.state.remap import Fit
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.ledger import payload_bytes
-from shared.transfer.listener import Listener, greeting
+from shared.transfer.link import Piece
+from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.permits import PERMIT, Permits
 from shared.transfer.pool import Pool, Run, room_for_digests
-from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
+from shared.transfer.regroup import GatheringMover, RegroupingMover, source_of
+from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
 from shared.transfer.wire import Connection, Header
 
 _BACKLOG = 64
@@ -71,8 +74,8 @@ class ShmBackend:
             sock.close()
             raise PeerLost(f"no sidecar answers at {peer.socket}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
-        nonce = introduce(connection, peer.boot_id, self._pool.layout, self._readable)
-        return _ShmChannel(connection, nonce, self._pool, self._faults)
+        nonce, fit = introduce(connection, peer.boot_id, self._pool.layout, self._readable)
+        return _ShmChannel(connection, nonce, self._pool, fit, self._faults)
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)
@@ -83,16 +86,21 @@ class ShmBackend:
     def _path(self, socket_name: str) -> str:
         return f"/proc/self/fd/{self._directory}/{Path(socket_name).name}"
 
-    def _greet(self, connection: Connection) -> "_ShmMover":
+    def _greet(self, connection: Connection) -> Mover:
         body, fd = connection.receive_frame_and_fd()
         if fd is None:
             raise Refused("no_pool", "the greeting carried no descriptor")
         try:
-            layout = greeting(body, self._pool.layout.components).layout
-            source = self._mapped(fd, layout)
+            theirs, fit = greeting(body, self._pool.layout)
+            source = self._mapped(fd, theirs.layout)
         finally:
             os.close(fd)
-        return _ShmMover(connection, self._pool, source, self._timing, self._faults)
+        mover = _ShmMover(connection, self._pool, source, self._timing, self._faults)
+        if fit is None:
+            return mover
+        if fit.cuts_heads:
+            return GatheringMover(fit, self._pool, mover, source, self._faults)
+        return RegroupingMover(fit, self._pool, mover)
 
     def _mapped(self, fd: int, layout: PoolLayout) -> Pool:
         """The same mapping for all connections of a peer: what one has touched costs the others nothing."""
@@ -108,6 +116,8 @@ class ShmBackend:
 class _ShmMover:
     """Copies from one peer's mapped pool."""
 
+    fit = None
+
     def __init__(self, connection: Connection, pool: Pool, source: Pool, timing: Timing, faults: Faults) -> None:
         self._connection, self._pool, self._source = connection, pool, source
         self._timing, self._faults = timing, faults
@@ -116,7 +126,7 @@ class _ShmMover:
 
     def check(self, header: Header) -> None:
         self._bursts = header.burst_bytes, header.num_bursts
-        self._theirs = [Run(piece.component, piece.units, piece.rows_in_last) for piece in header.pieces]
+        self._theirs = [Run(one.component, one.units, one.rows_in_last, one.layers) for one in header.pieces]
         for piece, run in zip(header.pieces, self._theirs, strict=True):
             if len(piece.units) != piece.num_units or not self._source.holds(run):
                 raise Refused("bad_source", "the sender's pool has no such units")
@@ -125,47 +135,58 @@ class _ShmMover:
         """The copy looks at `stopped` before each burst, and while it waits for one."""
 
     def land(self, grant: Grant) -> Digests:
+        return self.land_in(self._pool, grant)
+
+    def land_in(self, pool: Pool, grant: Grant) -> Digests:
         permits = Permits(self._connection, *self._bursts, self._timing.stall_s)
         digests: Digests = []
         for piece, theirs, run in zip(grant.pieces, self._theirs, grant.runs, strict=True):
-            found = room_for_digests(run, range(piece.num_layers))
-            for layers in self._parts(piece.num_layers):
+            found = room_for_digests(run, piece.layers)
+            for layers in self._parts(piece.layers):
                 if self._faults.delay_s:
                     grant.stopped.wait(self._faults.delay_s)
-                into = None if self._faults.undigested else found[layers.start : layers.stop]
-                steps = self._pool.copying(self._source, theirs, run, layers, into)
+                first = layers.start - piece.first_layer
+                into = None if self._faults.undigested else found[first : first + len(layers)]
+                steps = pool.copying(self._source, theirs, run, layers, into)
                 while (going := permits.wait(grant)) and (moved := next(steps, None)) is not None:
                     permits.spend(moved)
                 if not going:
                     return digests
                 if self._faults.corrupt and layers.start == 0:
-                    self._pool.flip_byte(run, 0)
-                    found[0] = self._pool.digests(run, 0)
+                    pool.flip_byte(run, 0)
+                    found[0] = pool.digests(run, 0)
             digests.append(list(found))
         permits.settle(grant)
         return digests
 
-    def _parts(self, num_layers: int) -> list[range]:
+    def _parts(self, layers: range) -> list[range]:
         """All layers in one go, unless there is a pause between them."""
         if self._faults.delay_s:
-            return [range(layer, layer + 1) for layer in range(num_layers)]
-        return [range(num_layers)]
+            return [range(layer, layer + 1) for layer in layers]
+        return [layers]
 
 
 class _ShmChannel:
-    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
+    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, fit: Fit | None, faults: Faults) -> None:
+        self.fit = fit
         self._connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
         self._sequence = 0
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs_of(self._pool, manifest)
+        pieces = travelling(self.fit, manifest.pieces)
+        runs_of(self._pool, pieces)
         wait_for(event, lambda: self._aborted)
         if manifest.go_on is None:
-            return self._begin(manifest).finish()
-        left = self._num_bytes(manifest)
+            return self._begin(manifest, pieces).finish()
+        left = self._num_bytes(pieces)
         num_bursts = max(1, -(-left // _BURST_BYTES))
-        begun = self._begin(manifest, (_BURST_BYTES, num_bursts))
+        if self.fit is not None and self.fit.cuts_heads:  # the peer gathers all of it before the first is copied
+            for _ in range(num_bursts):
+                manifest.go_on(min(left, _BURST_BYTES))
+                left -= _BURST_BYTES
+            return self._begin(manifest, pieces).finish()
+        begun = self._begin(manifest, pieces, (_BURST_BYTES, num_bursts))
         for _ in range(num_bursts):
             manifest.go_on(min(left, _BURST_BYTES))
             self._connection.send_bytes(PERMIT)
@@ -174,31 +195,35 @@ class _ShmChannel:
         return begun.finish()
 
     def begin(self, manifest: Manifest) -> "_Begun | None":
-        components = self._pool.layout.components
-        if manifest.go_on is not None or not all(0 <= piece.component < len(components) for piece in manifest.pieces):
+        pieces, components = manifest.pieces, self._pool.layout.components
+        if self.fit is not None or manifest.go_on is not None:
             return None
-        return self._begin(manifest) if self._num_bytes(manifest) <= _AT_ONCE_BYTES else None
+        if not all(0 <= piece.component < len(components) for piece in pieces):
+            return None
+        return self._begin(manifest, pieces) if self._num_bytes(pieces) <= _AT_ONCE_BYTES else None
 
-    def _begin(self, manifest: Manifest, bursts: tuple[int, int] = (0, 0)) -> "_Begun":
-        nonce, sequence = self._nonce, self._sequence
-        frame = header_frame(manifest, self._pool, nonce, sequence, with_units=True, bursts=bursts)
+    def _begin(self, manifest: Manifest, pieces: tuple[Piece, ...], bursts: tuple[int, int] = (0, 0)) -> "_Begun":
+        wire = wire_pieces(self._pool, pieces, with_units=True)
+        frame = header_frame(manifest, wire, self._nonce, self._sequence, bursts)
         self._sequence += 1
         self._connection.send_frame(frame)
-        runs = runs_of(self._pool, manifest)  # the peer, which is at work already, checks it too
-        found = [room_for_digests(run, range(self._pool.num_layers(run.component))) for run in runs]
-        return _Begun(self._connection, found, self._digesting(runs, found))
+        runs = runs_of(self._pool, pieces)  # the peer, which is at work already, checks it too
+        pool, read = source_of(self.fit, self._pool, runs, wire)
+        found = [room_for_digests(run, run.layers) for run in read]
+        return _Begun(self._connection, found, self._digesting(pool, read, found))
 
-    def _digesting(self, runs: list[Run], found: list[np.ndarray]) -> Iterator[int]:
+    def _digesting(self, pool: Pool, runs: Sequence[Run], found: list[np.ndarray]) -> Iterator[int]:
         for run, into in zip(runs, found, strict=True):
-            for done in () if self._faults.undigested else self._pool.digesting(run, range(len(into)), into):
+            for done in () if self._faults.undigested else pool.digesting(run, run.layers, into):
                 if self._aborted:
                     raise TransferError("aborted")
                 yield done
 
-    def _num_bytes(self, manifest: Manifest) -> int:
-        components = self._pool.layout.components
+    def _num_bytes(self, pieces: tuple[Piece, ...]) -> int:
+        components = self._pool.layout.components if self.fit is None else self.fit.components
         return sum(
-            payload_bytes(components[one.component], len(one.units), one.rows_in_last) for one in manifest.pieces
+            payload_bytes(one, len(piece.units), piece.rows_in_last, len(piece.layers(one.num_layers)))
+            for one, piece in ((components[piece.component], piece) for piece in pieces)
         )
 
     def abort(self) -> None:

@@ -129,13 +129,15 @@ class SidecarLink:
         secret: bytes,
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
+        held_len: int = 0,
     ) -> None:
         child = self._alive()
         if key in self._receiving:
             raise TransferError("the ticket is open")
         self._receiving[key] = (child, on_first_bytes)
         id = child.next_id()
-        request = Open(id=id, room=key.room, generation=key.generation, secret=secret, units=units)
+        ticket = {"room": key.room, "generation": key.generation}
+        request = Open(id=id, **ticket, secret=secret, units=units, held_len=held_len)
         try:
             await child.request(request, id)
         except TransferError:
@@ -145,9 +147,9 @@ class SidecarLink:
             del self._receiving[key]
             raise
 
-    async def received(self, key: TicketKey) -> Receipt:
+    async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
         entry = self._receiving.get(key)
-        reply = await self._ask("received", key, entry[0] if entry else self._alive())
+        reply = await self._ask("received", key, entry[0] if entry else self._alive(), rank)
         return receipt_of(reply.receipt)
 
     async def fence(self, key: TicketKey) -> None:
@@ -167,8 +169,8 @@ class SidecarLink:
         request = Send(id=id, room=key.room, generation=key.generation, secret=secret, peer=peer, pieces=pieces)
         await child.request(request, id)
 
-    async def sent(self, key: TicketKey) -> Receipt:
-        reply = await self._ask("sent", key, self._sending.get(key) or self._alive())
+    async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
+        reply = await self._ask("sent", key, self._sending.get(key) or self._alive(), rank)
         return receipt_of(reply.receipt)
 
     async def forget(self, key: TicketKey) -> None:
@@ -206,9 +208,10 @@ class SidecarLink:
             raise OwnSidecarLost("the worker's own sidecar is down")
         return self._child
 
-    async def _ask(self, what: str, key: TicketKey, child: SidecarProcess) -> Reply:
+    async def _ask(self, what: str, key: TicketKey, child: SidecarProcess, rank: int | None = None) -> Reply:
         id = child.next_id()
-        request = Ask.model_validate({"id": id, "kind": what, "room": key.room, "generation": key.generation})
+        ticket = {"room": key.room, "generation": key.generation, "rank": rank}
+        request = Ask.model_validate({"id": id, "kind": what, **ticket})
         return await child.request(request, id)
 
     async def _ask_or_kill(self, what: str, key: TicketKey, child: SidecarProcess) -> None:

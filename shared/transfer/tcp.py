@@ -6,11 +6,13 @@ import threading
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost
+from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door, Grant
-from shared.transfer.listener import Listener, greeting
+from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.pool import Pool
-from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
+from shared.transfer.regroup import RegroupingMover, source_of
+from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
 from shared.transfer.wire import Answer, Connection, Header
 
 _BACKLOG = 64
@@ -39,19 +41,23 @@ class TcpBackend:
         except OSError as error:
             raise PeerLost(f"no sidecar answers at {peer.host}:{peer.port}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
-        nonce = introduce(connection, peer.boot_id, self._pool.layout)
-        return _TcpChannel(connection, nonce, self._pool, self._faults)
+        nonce, fit = introduce(connection, peer.boot_id, self._pool.layout)
+        return _TcpChannel(connection, nonce, self._pool, fit, self._faults)
 
     def close(self) -> None:
         self._listener.close()
 
-    def _greet(self, connection: Connection) -> "_TcpMover":
-        greeting(connection.receive_frame(), self._pool.layout.components)
-        return _TcpMover(connection, self._pool, self._faults)
+    def _greet(self, connection: Connection) -> Mover:
+        _, fit = greeting(connection.receive_frame(), self._pool.layout)
+        if fit is None:
+            return _TcpMover(connection, self._pool, self._faults)
+        return RegroupingMover(fit, self._pool, _TcpMover(connection, self._pool, self._faults))
 
 
 class _TcpMover:
     """Receives straight into the pages of the grant."""
+
+    fit = None
 
     def __init__(self, connection: Connection, pool: Pool, faults: Faults) -> None:
         self._connection, self._pool, self._faults = connection, pool, faults
@@ -64,42 +70,48 @@ class _TcpMover:
         self._connection.abort()
 
     def land(self, grant: Grant) -> Digests:
+        return self.land_in(self._pool, grant)
+
+    def land_in(self, pool: Pool, grant: Grant) -> Digests:
         self._connection.send(Answer(ok=True))
         digests: Digests = []
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
             layers = []
-            for layer in range(piece.num_layers):
+            for layer in piece.layers:
                 if grant.stopped.is_set():
                     raise PeerLost("the ticket was fenced meanwhile")
-                self._connection.receive_all(self._pool.views(run, layer))
+                self._connection.receive_all(pool.views(run, layer))
                 if self._faults.corrupt and layer == 0:
-                    self._pool.flip_byte(run, layer)
-                layers.append(self._pool.digests(run, layer))
+                    pool.flip_byte(run, layer)
+                layers.append(pool.digests(run, layer))
             digests.append(layers)
         return digests
 
 
 class _TcpChannel:
-    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
+    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, fit: Fit | None, faults: Faults) -> None:
+        self.fit = fit
         self._connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
         self._sequence = 0
         self._aborted = threading.Event()
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        runs = runs_of(self._pool, manifest)
+        pieces = travelling(self.fit, manifest.pieces)
+        runs = runs_of(self._pool, pieces)
         wait_for(event, self._aborted.is_set)
-        frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=False)
+        wire = wire_pieces(self._pool, pieces, with_units=False)
+        self._connection.send_frame(header_frame(manifest, wire, self._nonce, self._sequence))
         self._sequence += 1
-        self._connection.send_frame(frame)
         expect_ok(self._connection)
+        pool, read = source_of(self.fit, self._pool, runs, wire)
         digests: Digests = []
-        for run in runs:
+        for run in read:
             layers = []
-            for layer in range(self._pool.num_layers(run.component)):
+            for layer in run.layers:
                 if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
                     raise PeerLost("aborted")
-                layers.append(self._pool.digests(run, layer))
-                self._connection.send_all(self._pool.views(run, layer))
+                layers.append(pool.digests(run, layer))
+                self._connection.send_all(pool.views(run, layer))
             digests.append(layers)
         expect_ok(self._connection)
         return digests

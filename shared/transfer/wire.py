@@ -1,6 +1,6 @@
 """What two sidecars say to each other around the bytes: length-prefixed JSON frames on one connection.
 
-    receiver  Hello      its boot id and a random nonce for this connection
+    receiver  Hello      its boot id, its layout and a random nonce for this connection
     sender    Greeting   its layout (over shm the frame carries its pool's read-only descriptor)
     receiver  Answer
     then for each transfer
@@ -9,7 +9,8 @@
     sender    a byte     over shm, before each burst, if the header says so (`permits.py`)
     receiver  Answer     everything landed, or why not
 
-The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state.
+The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state. Units are
+the sender's. Where the receiver cuts its state otherwise, both know from the layouts what of it goes this way.
 """
 
 import hmac
@@ -39,6 +40,7 @@ _IOVECS = 1000
 class Hello(WireModel):
     v: Literal[1] = 1
     boot_id: str
+    layout: PoolLayout
     nonce: PackedBytes
 
 
@@ -48,15 +50,21 @@ class Greeting(WireModel):
 
 
 class WirePiece(BaseModel):
-    """`units`: the sender's physical units, over shm only."""
+    """A run of logical units in layers [first_layer, first_layer + num_layers). `units`: the sender's physical units,
+    over shm only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     component: int
+    first_layer: int = 0
     num_layers: int
     first_unit: int
     num_units: int
     rows_in_last: int
     units: PackedUnits = ()
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 class Header(WireModel):

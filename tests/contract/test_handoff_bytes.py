@@ -16,6 +16,7 @@ from shared.engine.executor import ThreadExecutor
 from shared.engine.models.base import Model
 from shared.engine.models.toy import Toy
 from shared.protocol.messages import FirstToken, SamplingSpec
+from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.components import IndexKind
 from shared.transfer.link import TicketKey
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
@@ -30,7 +31,7 @@ TOY_LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)  # around a page of 4, a rin
 REAL_LENGTHS = (1, 15, 16, 17, 33)  # around a page of 16, a chunk of 32
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden" / "smollm2.json").read_text())
 REAL_TEXT: tuple[int, ...] = tuple(next(c["prompt_ids"] for c in GOLDEN["text"] if len(c["prompt_ids"]) == 33))
-Cut = tuple[int | slice, ...]
+RowPlace = tuple[int | slice, ...]
 
 rooms: Iterator[int] = count(1)
 
@@ -44,6 +45,7 @@ class Pair:
     d: EngineBench
     d_link: SidecarLink
     model: Model
+    cut: Cut
 
     def reserve(self, prompt: tuple[int, ...], sampling: SamplingSpec = GREEDY) -> TicketKey:
         key = TicketKey(next(rooms), 1)
@@ -52,11 +54,12 @@ class Pair:
         return key
 
     async def move(self, key: TicketKey) -> tuple[FirstToken, ...]:
-        """P's prefill, each chunk's pieces sent while the next one computes. Returns the handoff tokens."""
+        """P's prefill, what is done sent while the rest is computed. Returns the handoff tokens."""
         first: tuple[FirstToken, ...] = ()
         await self.d_link.open(key, SECRET, self.d.engine.unit_tables(key), lambda _key: None)
-        async for chunk in self.p.engine.prefill(key):
-            await self.p_link.send(key, SECRET, self.d_link.address, chunk.pieces)
+        async for chunk in self.p.engine.prefill(key, self.cut):
+            if chunk.pieces:
+                await self.p_link.send(key, SECRET, self.d_link.address, chunk.pieces)
             first = chunk.first
         return first
 
@@ -73,12 +76,22 @@ class Pair:
 
 
 @asynccontextmanager
-async def handoff(kind: str, directory: Path, model: Model, page_tokens: int, chunk: int) -> AsyncIterator[Pair]:
-    sizes = {"page_tokens": page_tokens, "prefill_chunk": chunk, "growth_tokens": 4}
+async def handoff(
+    kind: str,
+    directory: Path,
+    model: Model,
+    page_tokens: int,
+    chunk: int,
+    cut: Cut = BY_CHUNKS,
+    prefill_page_tokens: int | None = None,
+) -> AsyncIterator[Pair]:
+    """page_tokens: D's, and P's unless it has its own."""
+    sizes = {"prefill_chunk": chunk, "growth_tokens": 4}
+    pages = {"p": prefill_page_tokens or page_tokens, "d": page_tokens}
     options = SidecarOptions("s", directory, transfer=kind)
     async with (
-        running(model, ThreadExecutor(1), num_pages=60, max_running=12, **sizes) as p,
-        running(model, ThreadExecutor(1), num_pages=91, max_running=15, **sizes) as d,
+        running(model, ThreadExecutor(1), num_pages=60, max_running=12, page_tokens=pages["p"], **sizes) as p,
+        running(model, ThreadExecutor(1), num_pages=91, max_running=15, page_tokens=pages["d"], **sizes) as d,
     ):
         p_link, d_link = await asyncio.gather(
             *(SidecarLink.start(options, bench.pool.fd, bench.pool.layout) for bench in (p, d))
@@ -89,7 +102,7 @@ async def handoff(kind: str, directory: Path, model: Model, page_tokens: int, ch
                 d.engine.reserve(key, (1,) * (page_tokens + 1), GREEDY, decodes=True)
             for key in others[::2]:
                 await d.engine.retire(key)
-            yield Pair(p, p_link, d, d_link, model)
+            yield Pair(p, p_link, d, d_link, model, cut)
             for key in others:
                 await d.engine.retire(key)
             assert p.is_empty()
@@ -98,7 +111,7 @@ async def handoff(kind: str, directory: Path, model: Model, page_tokens: int, ch
             await asyncio.gather(p_link.close(), d_link.close())
 
 
-def rows_of(bench: EngineBench, key: TicketKey, prompt_len: int) -> Iterator[tuple[int, Cut]]:
+def rows_of(bench: EngineBench, key: TicketKey, prompt_len: int) -> Iterator[tuple[int, RowPlace]]:
     """(component, where one row of one layer lies) for all that a prompt of this length leaves, in logical order."""
     layout = bench.pool.layout
     for index, table in enumerate(bench.engine.unit_tables(key)):
@@ -144,9 +157,9 @@ def toy_prompt(length: int) -> tuple[int, ...]:
     return tuple((k * k * 31 + 7 * length) % 250 for k in range(length))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_every_component_of_the_toy_crosses(kind: str, tmp_path: Path) -> None:
-    async with handoff(kind, tmp_path, Toy(), page_tokens=4, chunk=16) as pair:
+@pytest.mark.parametrize(("kind", "cut"), [("shm", BY_CHUNKS), ("tcp", BY_CHUNKS), ("tcp", Cut(layers=1))])
+async def test_every_component_of_the_toy_crosses(kind: str, cut: Cut, tmp_path: Path) -> None:
+    async with handoff(kind, tmp_path, Toy(), page_tokens=4, chunk=16, cut=cut) as pair:
         for length in TOY_LENGTHS:
             prompt = toy_prompt(length)
             assert await check_bytes(pair, prompt) == undivided(prompt, GREEDY)[0], f"prompt of {length}"
@@ -155,11 +168,34 @@ async def test_every_component_of_the_toy_crosses(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_state_of_the_real_model_crosses(kind: str, tmp_path: Path) -> None:
     short = GREEDY.model_copy(update={"max_tokens": 5})
-    async with handoff(kind, tmp_path, real_model(), page_tokens=16, chunk=32) as pair:
+    cut = Cut(layers=7) if kind == "tcp" else BY_CHUNKS
+    async with handoff(kind, tmp_path, real_model(), page_tokens=16, chunk=32, cut=cut) as pair:
         for length in REAL_LENGTHS:
             prompt = REAL_TEXT[:length]
             alone = (await pair.p.local(TicketKey(next(rooms), 1), prompt, short))[0]
             assert await check_bytes(pair, prompt, short) == alone, f"prompt of {length}"
+
+
+@pytest.mark.parametrize(("kind", "prefill", "decode"), [("shm", 4, 6), ("tcp", 6, 4), ("tcp", 4, 8)])
+async def test_pages_of_other_sizes_are_regrouped(kind: str, prefill: int, decode: int, tmp_path: Path) -> None:
+    cut = Cut(layers=1) if prefill < decode else BY_CHUNKS
+    async with handoff(kind, tmp_path, Toy(), decode, 16, cut, prefill_page_tokens=prefill) as pair:
+        for length in TOY_LENGTHS:
+            prompt = toy_prompt(length)
+            assert await check_bytes(pair, prompt) == undivided(prompt, GREEDY)[0], f"prompt of {length}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "decode"), [("shm", 16, 32), ("shm", 32, 16), ("tcp", 16, 32), ("tcp", 32, 16)]
+)
+async def test_the_real_models_pages_are_regrouped(kind: str, prefill: int, decode: int, tmp_path: Path) -> None:
+    """The golden text goes on as ever."""
+    async with handoff(kind, tmp_path, real_model(), decode, 32, prefill_page_tokens=prefill) as pair:
+        prompt, expected = next(
+            (c["prompt_ids"], c["output_ids"]) for c in GOLDEN["text"] if len(c["prompt_ids"]) == 33
+        )
+        greedy = GREEDY.model_copy(update={"max_tokens": 16})
+        assert await check_bytes(pair, tuple(prompt), greedy) == expected[:16]
 
 
 @pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("float16", 128), ("fp8", 68)])

@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,11 @@ import pytest
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
-from shared.transfer.backend import Backend, Channel, Digests, Faults, Manifest, Timing
+from shared.transfer.backend import Backend, Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door
 from shared.transfer.link import Piece, TicketKey
 from shared.transfer.pool import Pool, Run, create_pool
+from shared.transfer.sending import runs_of
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
 from shared.transfer.wire import Header, WirePiece, sign
@@ -91,8 +92,7 @@ def open_ticket(ends: Ends) -> Manifest:
     return Manifest(key, secret, PIECES)
 
 
-def test_no_byte_moves_before_the_event(ends: Ends) -> None:
-    """A backend that ignores the event would send what the source held before."""
+def check_the_event_is_honoured(ends: Ends) -> None:
     event = threading.Event()
     manifest = open_ticket(ends)
     running = ends.start(manifest, event)
@@ -102,9 +102,66 @@ def test_no_byte_moves_before_the_event(ends: Ends) -> None:
     assert (ends.receiver.bytes == POISON).all()
     ends.sender.bytes[:] = 0x11
     event.set()
-    running.result(60)
+    digests = running.result(60)
     page = LAYOUT.view(ends.receiver.pool.bytes, 0)[:, 3]
     assert set(page.tobytes()) == {0x11}
+    landed = [ends.receiver.pool.digests(Run(0, TABLE[0], 3), layer).tobytes() for layer in range(3)]
+    assert [layer.tobytes() for layer in digests[0]] == landed
+
+
+def test_no_byte_moves_before_the_event(ends: Ends) -> None:
+    """A backend that ignores the event would send what the source held before."""
+    check_the_event_is_honoured(ends)
+
+
+class Impatient:
+    """A channel that does not wait for the event: it sends at once, or it reads at once and sends later, or it only
+    makes its digests too early."""
+
+    def __init__(self, ends: Ends, what: str) -> None:
+        self._inner, self._pool, self._bytes, self._what = ends.channel, ends.sender.pool, ends.sender.bytes, what
+
+    def transfer(self, manifest: Manifest, event: Event) -> Digests:
+        if self._what == "sends":
+            return self._inner.transfer(manifest, is_set())
+        read = self._bytes.copy()
+        early = [[self._pool.digests(run, layer) for layer in run.layers] for run in runs_of(self._pool, PIECES)]
+        while not event.wait(0.01):
+            pass
+        if self._what == "digests":
+            self._inner.transfer(manifest, event)
+            return early
+        self._bytes[:] = read
+        return self._inner.transfer(manifest, event)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def is_idle(self) -> bool:
+        return self._inner.is_idle()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("what", ["sends", "reads", "digests"])
+def test_a_backend_that_ignores_the_event_is_found_out(ends: Ends, what: str) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check_the_event_is_honoured(replace(ends, channel=Impatient(ends, what)))
+
+
+def test_layers_move_one_by_one_and_in_any_order(ends: Ends) -> None:
+    manifest = open_ticket(ends)
+    for layers in (range(2, 3), range(0, 2)):
+        pieces = (replace(PIECES[0], first_layer=layers.start, num_layers=len(layers)),)
+        digests = ends.channel.transfer(replace(manifest, pieces=pieces), is_set())
+        assert len(digests[0]) == len(layers)
+        for layer, found in zip(layers, digests[0], strict=True):
+            assert (ends.receiver.pool.digests(Run(0, TABLE[0], 3), layer) == found).all()
+        done = 1 if layers.start else 3
+        assert ends.receiver.door.received(manifest.key)[0].num_bytes == 11 * 120 * done
+    untouched = LAYOUT.view(ends.receiver.pool.bytes, 0)[:, 5]
+    assert set(untouched.tobytes()) == {POISON}
 
 
 def test_an_aborted_transfer_ends_while_it_waits_for_its_event(ends: Ends) -> None:

@@ -107,6 +107,48 @@ async def test_chunks_in_any_cut_give_the_same_receipt(pair: Pair) -> None:
     await end(pair, again)
 
 
+async def test_layers_in_any_cut_and_order_give_the_same_receipt(pair: Pair) -> None:
+    key, secret, _ = await opened(pair)
+    address = pair.receiver.link.address
+    by_layer = [tuple(replace(piece, first_layer=at, num_layers=1) for piece in WHOLE) for at in range(3)]
+    layers = [LAYOUT.components[piece.component].num_layers for piece in WHOLE]
+    sends = [tuple(p for p, n in zip(pieces, layers, strict=True) if p.first_layer < n) for pieces in by_layer]
+    for number, pieces in enumerate((sends[2], sends[0], sends[1])):
+        assert (await pair.receiver.link.received(key))[0].num_bytes == number * 19 * 120
+        await pair.sender.link.send(key, secret, address, pieces)
+    assert (pair.receiver.pool == expected_pool(pair, TABLE, WHOLE)).all()
+    receipt = await pair.receiver.link.received(key)
+    assert receipt == await pair.sender.link.sent(key)
+    await end(pair, key)
+    again, secret, _ = await opened(pair)
+    await pair.sender.link.send(again, secret, address, WHOLE)
+    assert await pair.receiver.link.received(again) == receipt
+    await end(pair, again)
+
+
+async def test_a_layer_leaves_the_others_alone(pair: Pair) -> None:
+    key, secret, _ = await opened(pair)
+    pieces = tuple(replace(piece, first_layer=1, num_layers=1) for piece in WHOLE[:3])
+    await pair.sender.link.send(key, secret, pair.receiver.link.address, pieces)
+    assert (pair.receiver.pool == expected_pool(pair, TABLE, pieces)).all()
+    assert [one.num_bytes for one in await pair.receiver.link.received(key)] == [19 * 120, 19 * 7, 72, 0]
+    await end(pair, key)
+
+
+async def test_what_the_receiver_holds_already_is_not_written(pair: Pair) -> None:
+    key, secret = new_ticket()
+    await pair.receiver.link.open(key, secret, TABLE, lambda _key: None, held_len=8)
+    with pytest.raises(TransferRefused, match="bad_range"):
+        await pair.sender.link.send(key, secret, pair.receiver.link.address, (Piece(0, 1, (8, 2), 4),))
+    rest = (*(replace(p, first_unit=2, units=p.units[2:]) for p in WHOLE[:2]), *WHOLE[2:])
+    await pair.sender.link.send(key, secret, pair.receiver.link.address, rest)
+    assert (pair.receiver.pool == expected_pool(pair, TABLE, rest)).all()
+    receipt = await pair.receiver.link.received(key)
+    assert receipt == await pair.sender.link.sent(key)
+    assert [one.num_bytes for one in receipt] == [11 * 120 * 3, 11 * 7 * 2, 72 * 3, 5 * 12]
+    await end(pair, key)
+
+
 async def test_a_component_nothing_was_moved_of_has_an_empty_entry(pair: Pair) -> None:
     key, secret, _ = await opened(pair)
     await pair.sender.link.send(key, secret, pair.receiver.link.address, (Piece(2, 0, (1,), 1),))
@@ -134,6 +176,9 @@ async def test_a_transfer_of_nothing_is_announced_and_confirmed(pair: Pair) -> N
         ("bad_range", (Piece(2, 1, (1,), 1),)),
         ("bad_range", (Piece(0, -1, (1,), 4),)),
         ("overlap", (Piece(0, 1, (1, 2), 4), Piece(0, 2, (3,), 4))),
+        ("overlap", (Piece(0, 1, (1, 2), 4, 0, 2), Piece(0, 2, (3,), 4, 1, 2))),
+        ("bad_layers", (Piece(0, 1, (1, 2), 4, 1, 0),)),
+        ("bad_layers", (Piece(0, 1, (1, 2), 4, 2, -1),)),
     ],
 )
 async def test_what_the_door_refuses_writes_nothing_and_is_counted(
@@ -167,6 +212,9 @@ async def test_what_the_door_refuses_writes_nothing_and_is_counted(
         Piece(2, 0, (6,), 1),
         Piece(0, 0, (1,), 5),
         Piece(0, 0, (1,), 0),
+        Piece(0, 0, (1,), 4, 3, 1),
+        Piece(0, 0, (1,), 4, -1, 2),
+        Piece(0, 0, (1,), 4, 0, 10**30),
         Piece(4, 0, (1,), 1),
         Piece(0, 0, (), 1),
     ],
@@ -315,12 +363,12 @@ async def test_spoiled_bytes_show_in_the_receipt(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_another_geometry_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    other = replace(LAYOUT.components[0], unit_tokens=8)
+    other = replace(LAYOUT.components[0], dtype="float16")
     layout = PoolLayout((other, *LAYOUT.components[1:]), LAYOUT.num_pages, LAYOUT.num_slots)
     pair = await make_pair(kind, tmp_path, receiver_layout=layout)
     pair.receiver.poison()
     key, secret, _ = await opened(pair)
-    match = "geometry" if kind == "fake" else "geometry: component kv: unit_tokens is 4, not 8"
+    match = "geometry: component kv: dtype is float32 at the source, float16 at the target"
     with pytest.raises(TransferRefused, match=match):
         await pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE)
     assert (pair.receiver.pool == POISON).all()

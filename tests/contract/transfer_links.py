@@ -125,11 +125,12 @@ def expected_pool(pair: Pair, table: Units, pieces: tuple[Piece, ...]) -> np.nda
         component = LAYOUT.components[piece.component]
         source = pair.sender.component(piece.component)
         target = pair.receiver.layout.view(memoryview(buffer), piece.component)
-        row_axis = 1 + len(component.outer)
+        row_axis, whole = 1 + len(component.outer), piece.layers(component.num_layers)
+        layers = slice(whole.start, whole.stop)
         for k, unit in enumerate(piece.units):
             last = k == len(piece.units) - 1
             rows = piece.rows_in_last if last else component.unit_tokens
             where = table[piece.component][piece.first_unit + k]
             cut = (slice(None),) * row_axis + (slice(0, rows),)
-            target[:, where][cut] = source[:, unit][cut]
+            target[layers, where][cut] = source[layers, unit][cut]
     return buffer

@@ -17,16 +17,20 @@ SHORT, LONG = 130, 520
 
 @dataclass(frozen=True)
 class Setup:
-    """prompts_up_to: longer golden prompts are left to other setups."""
+    """prompts_up_to: longer golden prompts are left to other setups. decode_page_tokens: D's, where it has others than
+    P."""
 
     page_tokens: int
     prefill_chunk: int
     transfer: str
     workers: int
     prompts_up_to: int = 4096
+    decode_page_tokens: int | None = None
+    overlap: str = "auto"
 
     def __str__(self) -> str:
-        return f"page{self.page_tokens}-chunk{self.prefill_chunk}-{self.transfer}-{self.workers}P{self.workers}D"
+        pages = f"page{self.page_tokens}" + (f"to{self.decode_page_tokens}" if self.decode_page_tokens else "")
+        return f"{pages}-chunk{self.prefill_chunk}-{self.transfer}-{self.workers}P{self.workers}D"
 
     @property
     def cases(self) -> list[GoldenCase]:
@@ -41,12 +45,24 @@ PAIRS = (
     Setup(64, 512, "tcp", 1, SHORT),
 )
 """Every two values of any two settings occur together; every golden prompt occurs."""
+UNEVEN = (
+    Setup(16, 32, "shm", 1, SHORT, decode_page_tokens=32, overlap="layers"),
+    Setup(32, 64, "tcp", 1, SHORT, decode_page_tokens=16),
+)
+"""P and D cut their state into pages of different sizes."""
+MORE_UNEVEN = (
+    Setup(16, 64, "tcp", 2, decode_page_tokens=32, overlap="layers"),
+    Setup(32, 32, "shm", 2, decode_page_tokens=16),
+    Setup(64, 512, "shm", 1, decode_page_tokens=16, overlap="layers"),
+)
 ALL = tuple(Setup(*values) for values in product((16, 64), (32, 512), ("shm", "tcp"), (1, 2)))
 
 
 async def run_golden(setup: Setup, directory: Path) -> None:
     settings = {
-        "common.page_tokens": setup.page_tokens,
+        "prefill.page_tokens": setup.page_tokens,
+        "decode.page_tokens": setup.decode_page_tokens or setup.page_tokens,
+        "prefill.overlap": setup.overlap,
         "common.prefill_chunk": setup.prefill_chunk,
         "sidecar.transfer": setup.transfer,
     }
@@ -75,14 +91,14 @@ async def run_golden(setup: Setup, directory: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("setup", PAIRS, ids=str)
+@pytest.mark.parametrize("setup", PAIRS + UNEVEN, ids=str)
 async def test_golden_through_the_whole_path(setup: Setup, tmp_path: Path) -> None:
     await run_golden(setup, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("setup", ALL, ids=str)
+@pytest.mark.parametrize("setup", ALL + MORE_UNEVEN, ids=str)
 async def test_golden_in_every_setup(setup: Setup, tmp_path: Path) -> None:
     await run_golden(setup, tmp_path)
 

@@ -1,5 +1,6 @@
 """The real door under any order of openings, transfers, fences and ends, beside a model that knows who may write what:
-no unit has two writers, a fence is answered once and only when nobody is inside, and nothing is remembered for ever.
+no layer of a unit has two writers, a fence is answered once and only when nobody is inside, and nothing is remembered
+for ever.
 """
 
 import numpy as np
@@ -16,7 +17,10 @@ from shared.transfer.link import TicketKey
 from shared.transfer.wire import Header, WirePiece, sign
 
 NUM_UNITS = 8
-LAYOUT = PoolLayout((StateComponent("kv", IndexKind.PAGE, 2, (), (1,), "uint8", (0,)),), NUM_UNITS, 0)
+LAYOUT = PoolLayout((StateComponent("kv", IndexKind.PAGE, 2, (), (1,), "uint8", (0, 1, 2)),), NUM_UNITS, 0)
+LAYERS = st.sampled_from([range(3), range(1), range(1, 3), range(2, 3)])
+Cell = tuple[int, int]
+"""Layer and logical unit."""
 NONCE = b"nonce"
 ROOMS = st.integers(1, 3)
 GENERATIONS = st.integers(1, 3)
@@ -32,7 +36,7 @@ class DoorWalk(RuleBasedStateMachine):
         self.tables: dict[TicketKey, tuple[int, ...]] = {}
         self.fenced: dict[TicketKey, int] = {}
         self.inside: list[Grant] = []
-        self.landed: dict[TicketKey, set[int]] = {}
+        self.landed: dict[TicketKey, set[Cell]] = {}
         self.openings: dict[TicketKey, int] = {}
         self.answered = 0
         self.expected_answers = 0
@@ -63,7 +67,7 @@ class DoorWalk(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.tables, key=lambda key: (key.room, key.generation))))
         size = len(self.tables[key])
         first = data.draw(st.integers(0, size - 1))
-        return self.knock(key, first, data.draw(st.integers(1, size - first)), b"secret")
+        return self.knock(key, first, data.draw(st.integers(1, size - first)), b"secret", data.draw(LAYERS))
 
     @rule(
         target=grants,
@@ -72,28 +76,38 @@ class DoorWalk(RuleBasedStateMachine):
         first=st.integers(-1, 4),
         count=st.integers(0, 4),
         secret=st.sampled_from([b"secret", b"other"]),
+        layers=LAYERS | st.sampled_from([range(3, 4), range(2, 4), range(-1, 2), range(0)]),
     )
-    def a_stranger_knocks(self, room: int, generation: int, first: int, count: int, secret: bytes) -> object:
-        return self.knock(TicketKey(room, generation), first, count, secret)
+    def a_stranger_knocks(
+        self, room: int, generation: int, first: int, count: int, secret: bytes, layers: range
+    ) -> object:
+        return self.knock(TicketKey(room, generation), first, count, secret, layers)
 
-    def knock(self, key: TicketKey, first: int, count: int, secret: bytes) -> object:
+    def knock(self, key: TicketKey, first: int, count: int, secret: bytes, layers: range = range(3)) -> object:
         room, generation = key.room, key.generation
-        piece = WirePiece(component=0, num_layers=1, first_unit=first, num_units=count, rows_in_last=2)
+        piece = WirePiece(
+            component=0,
+            first_layer=layers.start,
+            num_layers=len(layers),
+            first_unit=first,
+            num_units=count,
+            rows_in_last=2,
+        )
         header = Header(room=room, generation=generation, sequence=0, pieces=(piece,))
         raw = header.model_dump_json().encode()
         table = self.tables.get(key, ())
-        wanted = set(range(first, first + count))
-        busy = {unit for grant in self.inside if grant.key == key for unit in logical(grant)}
-        may_enter = (
-            self.is_open(key) and secret == b"secret" and count > 0 and first >= 0 and first + count <= len(table)
-        ) and not busy & wanted
+        wanted = {(layer, unit) for layer in layers for unit in range(first, first + count)}
+        busy = {cell for grant in self.inside if grant.key == key for cell in cells(grant)}
+        exists = bool(wanted) and first >= 0 and first + count <= len(table) and 0 <= layers.start < layers.stop <= 3
+        may_enter = self.is_open(key) and secret == b"secret" and exists and not busy & wanted
         try:
             grant = self.door.admit(header, raw, sign(secret, NONCE, 0, raw), NONCE, "test", lambda: None)
         except Refused:
             assert not may_enter
             return multiple()
         assert may_enter
-        assert tuple(grant.runs[0].units) == table[first : first + count]
+        mine = grant.runs[0]
+        assert (tuple(mine.units), mine.layers) == (table[first : first + count], layers)
         self.inside.append(grant)
         self.landed[key] -= wanted
         return grant
@@ -115,10 +129,11 @@ class DoorWalk(RuleBasedStateMachine):
     def leave(self, grant: Grant, whole: bool) -> None:
         self.inside.remove(grant)
         if whole:
-            units = sorted(logical(grant))
-            assert self.door.landed(grant, [[np.zeros((len(units), 16), np.uint8)]]) == (grant.key not in self.fenced)
+            piece = grant.pieces[0]
+            digests = [[np.zeros((piece.num_units, 16), np.uint8) for _ in piece.layers]]
+            assert self.door.landed(grant, digests) == (grant.key not in self.fenced)
             if grant.key not in self.fenced:
-                self.landed[grant.key] |= set(units)
+                self.landed[grant.key] |= cells(grant)
         self.door.leave(grant)
         self.settle(grant.key)
 
@@ -158,14 +173,16 @@ class DoorWalk(RuleBasedStateMachine):
             assert grant.stopped.is_set() == (grant.key in self.fenced)
 
     @invariant()
-    def no_unit_has_two_writers(self) -> None:
-        written = [unit for grant in self.inside for run in grant.runs for unit in run.units]
+    def no_layer_of_a_unit_has_two_writers(self) -> None:
+        written = [
+            (layer, unit) for grant in self.inside for run in grant.runs for layer in run.layers for unit in run.units
+        ]
         assert len(written) == len(set(written))
 
     @invariant()
     def receipts_speak_of_what_landed(self) -> None:
-        for key, units in self.landed.items():
-            assert self.door.received(key)[0].num_bytes == 2 * len(units)
+        for key, landed in self.landed.items():
+            assert self.door.received(key)[0].num_bytes == 2 * len(landed)
         with pytest.raises(UnknownRoom):
             self.door.received(TicketKey(99, 1))
 
@@ -180,9 +197,10 @@ class DoorWalk(RuleBasedStateMachine):
         assert sum(self.door.snapshot()[0].values()) == len(self.tables)
 
 
-def logical(grant: Grant) -> range:
+def cells(grant: Grant) -> set[Cell]:
     piece = grant.pieces[0]
-    return range(piece.first_unit, piece.first_unit + piece.num_units)
+    units = range(piece.first_unit, piece.first_unit + piece.num_units)
+    return {(layer, unit) for layer in piece.layers for unit in units}
 
 
 TestDoorWalk = DoorWalk.TestCase

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.gateway.generation import GenerationRequest, PathPolicy
+from services.prefill.flow import PrefillFlowSettings
 from shared.bus.memory import Envelope, MemoryHub
 from shared.engine.settings import EngineSettings
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import BatonError
 from shared.runtime.mode import Mode
+from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeNetwork
 from tests.sim.processes import Gateway, Process, Worker
 
@@ -40,12 +42,14 @@ class Cluster:
         page_tokens: int = 4,
         num_pages: int = 64,
         prefill_pages: int | None = None,
+        prefill_page_tokens: int | None = None,
         prefill_chunk: int = 8,
         max_running: int = 16,
         growth_tokens: int = 8,
         step_s: float = 0.01,
         stash_bytes: int = 4096,
         optimistic_attempts: int = 0,
+        overlap: Overlap = "chunks",
         mode: Mode = "separated",
         step_tokens: int = 32,
         policy: Callable[[Envelope], Iterable[float]] | None = None,
@@ -65,8 +69,12 @@ class Cluster:
             mode=mode,
             step_tokens=step_tokens,
         )
-        self._prefill_shape = replace(self._shape, num_pages=prefill_pages or num_pages)
-        self.optimistic_attempts = optimistic_attempts
+        self._prefill_shape = replace(
+            self._shape, num_pages=prefill_pages or num_pages, page_tokens=prefill_page_tokens or page_tokens
+        )
+        self.prefill_flow = PrefillFlowSettings(
+            optimistic_attempts=optimistic_attempts, overlap=overlap, layers_per_send=1
+        )
         self.step_s = step_s
         self.on_built = on_built
         self.gateways = [Gateway(self, "gateway", f"gateway-{i}") for i in range(gateways)]

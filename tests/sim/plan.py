@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 from shared.runtime.mode import Mode
+from shared.runtime.overlap import Overlap
 from tests.sim.catalogue import NUM_KINDS, Kind, kind
 from tests.sim.table import TRIGGERED
 
@@ -50,7 +51,8 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """noise: chance of each message to be dropped, duplicated …; links: chance of each transfer to be slow, lost …"""
+    """prefill_pages: in D's pages, however large P's own are. noise: chance of each message to be dropped, duplicated
+    …; links: chance of each transfer to be slow, lost …"""
 
     seed: int
     quiet: bool
@@ -67,6 +69,8 @@ class Plan:
     noise: dict[str, float]
     links: dict[str, float]
     triggers: tuple[Trigger, ...]
+    overlap: Overlap
+    prefill_page_tokens: int
     mode: Mode = "separated"
 
     @property
@@ -126,6 +130,8 @@ def _draw(seed: int) -> Plan:
         noise=noise,
         links={name: 0.0 for name in links} if quiet else links,
         triggers=tuple(triggers),
+        overlap=("chunks", "layers", "auto")[seed // 3 % 3],
+        prefill_page_tokens=(PAGE_TOKENS, PAGE_TOKENS // 2, PAGE_TOKENS, 2 * PAGE_TOKENS)[seed // 9 % 4],
     )
 
 

@@ -11,7 +11,6 @@ from services.gateway.inbox import Inbox
 from services.gateway.router import DefaultPolicy
 from services.gateway.workers import WorkerRegistry
 from services.prefill.desk import PrefillDesk
-from services.prefill.flow import PrefillFlowSettings
 from shared.bus.listen import listen
 from shared.bus.memory import MemoryBus
 from shared.engine.api import StepOutput
@@ -124,8 +123,7 @@ class Worker(Process):
         self.engine = BatchEngine(model, self.pool, settings, executor, self._on_step, self.clock)
         self.link = FakeLink(self.cluster.network, self.pool.layout, self.pool.buffer, self._on_sidecar_restart)
         if self.role == "prefill":
-            attempts = PrefillFlowSettings(optimistic_attempts=self.cluster.optimistic_attempts)
-            self.desk = PrefillDesk(self.deps, self.engine, self.link, attempts)
+            self.desk = PrefillDesk(self.deps, self.engine, self.link, self.cluster.prefill_flow)
         else:
             self.desk = DecodeDesk(self.deps, self.engine, self.link)
         self.cluster.on_built(self)

@@ -174,24 +174,28 @@ def test_prefills_abort_in_a_transfer_is_an_error_and_no_finish() -> None:
     run_virtual(scenario())
 
 
-def test_workers_whose_state_is_cut_differently_refuse_each_other_by_name() -> None:
-    """Told before a byte is moved, and naming what differs."""
-
-    class Uneven(Cluster):
-        def engine_settings(self, role: str) -> Any:
-            settings = super().engine_settings(role)
-            return (
-                type(settings)(**{f: getattr(settings, f) for f in settings.__slots__} | {"page_tokens": 8})
-                if (role == "prefill")
-                else settings
-            )
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"components": ("history", "memory", "view")}, "decode history, memory, view"),
+        ({"unit_bytes": (128, 16, 64)}, "component window: a unit has 64 bytes at decode, not 128"),
+        ({"page_tokens": 8}, "component history: a unit has 128 bytes at decode, not 256"),
+        ({"unit_bytes": (128, 16)}, "a size is missing"),
+        ({"tp_size": 2}, "component history: a unit has 128 bytes at decode, not 64"),
+    ],
+)
+def test_workers_whose_state_does_not_fit_refuse_each_other_by_name(change: dict[str, Any], message: str) -> None:
+    """Told before a byte is moved or computed, and naming what differs."""
 
     async def scenario() -> None:
-        async with Uneven() as cluster:
+        async with Cluster() as cluster:
+            engine = cluster.decodes[0].engine
+            engine.geometry = engine.geometry.model_copy(update=change)
             answer = await cluster.ask(prompt_of(13), path="remote", strict=True, timeout_s=10, **SAMPLING)
             assert isinstance(answer.error, IdentityMismatch)
-            assert "page_tokens differ: prefill 8, decode 4" in str(answer.error)
+            assert message in str(answer.error)
             assert cluster.decodes[0].link.counters.get("admitted", 0) == 0
+            assert cluster.prefills[0].engine.stats.steps == 0
             await cluster.settle()
 
     run_virtual(scenario())

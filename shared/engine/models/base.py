@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from shared.engine.watch import LayerDone
 from shared.state.components import StateComponent
 
 
@@ -36,5 +37,8 @@ class Model(Protocol):
 
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]: ...
 
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Writes the new positions' state in place and returns float32 logits [R, vocab]. In the compute thread."""
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
+        """Writes the new positions' state in place and returns float32 logits [R, vocab]. In the compute thread.
+        layer_done: called with each layer's number once its state is written. What it raises ends the step."""

@@ -13,6 +13,7 @@ from kernels.ops import Ops, get_ops
 from kernels.packing import PackedWeight, take_rows
 from kernels.reference import FP8_SCALE_BYTES, ReferenceOps
 from shared.engine.models.base import Batch
+from shared.engine.watch import LayerDone
 from shared.engine.weights.catalog import PreparedModel
 from shared.engine.weights.dense import DenseNumbers, check_numbers
 from shared.engine.weights.formats import FLOAT32
@@ -83,7 +84,9 @@ class DenseDecoder:
         return (kv,)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
         ops, eps = self._ops, self._numbers.norm_eps
         (kv,) = state
         last = len(self._layers) - 1
@@ -91,6 +94,8 @@ class DenseDecoder:
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for i, layer in enumerate(self._layers):
             x = self._attention(x, layer, kv[i], batch)
+            if layer_done is not None:
+                layer_done(i)
             if i == last:  # only rows whose logits are wanted matter from here on: [R, H]
                 x, residual = x[batch.logit_rows], residual[batch.logit_rows]
                 if not len(x):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shared.engine.models.base import Batch
+from shared.engine.watch import LayerDone
 from shared.state.components import IndexKind, StateComponent
 
 VOCAB_SIZE = 256
@@ -46,7 +47,9 @@ class Toy:
             StateComponent("window", IndexKind.RING, _RING, (), (_CHANNELS,), "float32", layers),
         )
 
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
         history, memory, window = (tensor.numpy() for tensor in state)
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
         tables, slots = batch.block_tables.numpy(), batch.slots.numpy()
@@ -61,6 +64,8 @@ class Toy:
                     seen += 5 * _memory(x, at, memory[layer], slot)
                     seen += 17 * _window(x, at, window[layer], slot)
                     hidden[where] = (seen + x * (layer + 2)) % _PRIME
+                if layer_done is not None:
+                    layer_done(layer)
         wanted = hidden[batch.logit_rows.numpy()] % (_PRIME - 1) + 1
         scores = (wanted[:, None] * _VOCAB[None, :]) % _PRIME  # [R, vocab], no two equal in a row
         return torch.from_numpy(scores.astype(np.float32) * np.float32(8 / _PRIME))

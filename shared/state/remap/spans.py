@@ -100,24 +100,25 @@ def on_every_layer(spans: Int64s, *layer_offsets: Int64s) -> Int64s:
     return (moved[:, None, :] + spans).reshape(-1, spans.shape[1])
 
 
-def gather(pool: Bytes, spans: Int64s, piece: Bytes) -> None:
-    """Copies `spans` ([n, 2]) of a pool one after another into `piece`, which they fill. What a kernel must do."""
-    _check(spans, piece)
-    at = 0
-    for offset, length in spans.tolist():
-        piece[at : at + length] = pool[offset : offset + length]
-        at += length
+def copy_spans(source: Bytes, target: Bytes, spans: Int64s) -> None:
+    """Copies what `spans` ([n, 3]: offsets in source and target, length above 0) name; none may overlap another in the
+    target. IndexError, and maybe some copied, where one goes over an end. Spans alike in length go in one call, in
+    grains as large as all their offsets and lengths allow."""
+    while len(spans):
+        lengths, counts = np.unique(spans[:, -1], return_counts=True)
+        alike = spans[:, -1] % lengths[counts.argmax()] == 0
+        grain = int(np.gcd.reduce(spans[alike], axis=None))
+        from_, to = _grains(spans[alike] // grain)
+        _in_grains(target, grain)[to] = _in_grains(source, grain)[from_]
+        spans = spans[~alike]
 
 
-def scatter(piece: Bytes, spans: Int64s, pool: Bytes) -> None:
-    """Copies `piece` into `spans` ([n, 2]) of a pool: undoes `gather`. What a kernel must do."""
-    _check(spans, piece)
-    at = 0
-    for offset, length in spans.tolist():
-        pool[offset : offset + length] = piece[at : at + length]
-        at += length
+def _grains(spans: Int64s) -> tuple[Int64s, Int64s]:
+    """The numbers of all grains of spans that are counted in grains, at the source and at the target."""
+    counts = spans[:, -1]
+    steps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(spans[:, 0], counts) + steps, np.repeat(spans[:, 1], counts) + steps
 
 
-def _check(spans: Int64s, piece: Bytes) -> None:
-    if int(spans[:, 1].sum()) != len(piece):
-        raise ValueError(f"a piece of {len(piece)} bytes for spans of {spans[:, 1].sum()}")
+def _in_grains(data: Bytes, grain: int) -> npt.NDArray[np.void]:
+    return data[: len(data) // grain * grain].view(np.dtype((np.void, grain)))

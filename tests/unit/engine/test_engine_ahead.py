@@ -134,7 +134,7 @@ async def test_retired_at_any_moment_it_frees_everything_within_a_step(moment: s
 
 async def test_a_prompt_that_fails_ahead_is_told_to_the_listener() -> None:
     class Broken(Toy):
-        def forward(self, batch: Any, state: Any) -> Any:
+        def forward(self, batch: Any, state: Any, layer_done: Any = None) -> Any:
             raise RuntimeError("the device fell over")
 
     async with running(Broken()) as bench:

@@ -16,6 +16,7 @@ from shared.engine.models.base import Batch
 from shared.engine.models.toy import Toy
 from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings, plan_layout
+from shared.engine.watch import LayerDone
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import Cancelled, EngineError
 from shared.transfer.link import TicketKey
@@ -50,11 +51,13 @@ class BrokenFor(Toy):
         super().__init__()
         self._token, self._error = token, error or RuntimeError("the device fell over")
 
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
         lengths = batch.query_start.diff().repeat_interleave(batch.query_start.diff())
         if ((batch.tokens == self._token) & (lengths > 1)).any():
             raise self._error
-        return super().forward(batch, state)
+        return super().forward(batch, state, layer_done)
 
 
 def start(bench: EngineBench, key: TicketKey, sampling: SamplingSpec = GREEDY) -> None:
@@ -241,9 +244,11 @@ async def test_steps_run_in_the_one_compute_thread() -> None:
     seen: set[tuple[int, int]] = set()
 
     class Watching(Toy):
-        def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def forward(
+            self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+        ) -> torch.Tensor:
             seen.add((threading.get_ident(), torch.get_num_threads()))
-            return super().forward(batch, state)
+            return super().forward(batch, state, layer_done)
 
     async with running(model=Watching(), executor=ThreadExecutor(1)) as bench:
         assert await bench.local(KEY, PROMPT, GREEDY) == undivided(PROMPT, GREEDY)
@@ -256,10 +261,12 @@ async def test_a_cancelled_engine_waits_for_its_step() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(Toy):
-        def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def forward(
+            self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+        ) -> torch.Tensor:
             entered.set()
             assert leave.wait(10)
-            return super().forward(batch, state)
+            return super().forward(batch, state, layer_done)
 
     settings = EngineSettings(num_pages=32)
     pool = StatePool(plan_layout(Toy(), settings))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shared.engine.executor import InlineExecutor
 from shared.engine.models.base import Batch
 from shared.engine.models.toy import Toy
+from shared.engine.watch import LayerDone
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import PoolExhausted
 from shared.transfer.link import TicketKey
@@ -249,10 +250,12 @@ async def test_all_choices_stopped_while_away_leave_nothing() -> None:
 
 async def test_a_step_that_fails_while_it_copies_leaves_nothing() -> None:
     class FailsWhenAway(Toy):
-        def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def forward(
+            self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+        ) -> torch.Tensor:
             if bench.engine._scheduler.groups[YOUNG].gave_way:
                 raise RuntimeError("the device fell over")
-            return super().forward(batch, state)
+            return super().forward(batch, state, layer_done)
 
     bench: EngineBench
     both = OLD, YOUNG, TicketKey(3, 1)

@@ -23,6 +23,7 @@ from shared.engine.runner import build_batch
 from shared.engine.sampler import SampleRow
 from shared.engine.settings import EngineSettings
 from shared.engine.staged_pool import StagedPool
+from shared.engine.watch import LayerDone
 from shared.engine.weights.catalog import prepare
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.settings import ConfigError
@@ -100,7 +101,9 @@ class Named:
     def components(self, page_tokens: int) -> Any:
         return ("what it has",)
 
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
         self.seen.append(batch)
         return batch.tokens[batch.logit_rows].float().unsqueeze(1)
 
@@ -268,7 +271,9 @@ def test_without_graphs_every_step_is_eager() -> None:
 
 def test_too_little_memory_names_the_setting() -> None:
     class Large(Paged):
-        def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def forward(
+            self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+        ) -> torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     settings = EngineSettings(page_tokens=PAGE_TOKENS, num_pages=100)

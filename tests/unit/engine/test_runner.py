@@ -11,11 +11,13 @@ from shared.engine.models.toy import Toy
 from shared.engine.pool import StatePool
 from shared.engine.runner import Runner
 from shared.engine.sampler import SampleRow
+from shared.engine.watch import LayerDone, StepWatch
 from shared.protocol.messages import SamplingSpec
 from shared.runtime.errors import EngineError
 from shared.state.layout import PoolLayout
 from shared.transfer.link import TicketKey
 
+NOT_WATCHED = StepWatch(lambda num_layers: None)
 SAMPLE = SampleRow(SamplingSpec(temperature=0.0), 0, 0, (), (), frozenset())
 
 
@@ -36,21 +38,23 @@ def test_a_row_beyond_its_own_pages_writes_nothing(pool: StatePool, start: int, 
         tensor.fill_(99)
     runner = Runner(Toy(), pool)
     with pytest.raises(EngineError, match="position 8 lies beyond 2 pages"):
-        runner.execute(StepPlan((), (row(1, 0, 3, (4,)), row(2, start, count, (5, 6)))))
+        runner.execute(StepPlan((), (row(1, 0, 3, (4,)), row(2, start, count, (5, 6)))), NOT_WATCHED)
     assert all(bool((tensor == 99).all()) for tensor in pool.tensors)
-    assert len(runner.execute(StepPlan((), (row(1, 0, 4, (4,)), row(2, 0, 8, (5, 6))))).sampled) == 2
+    assert len(runner.execute(StepPlan((), (row(1, 0, 4, (4,)), row(2, 0, 8, (5, 6)))), NOT_WATCHED).sampled) == 2
 
 
 class BrokenSecond(Toy):
-    def forward(self, batch: Batch, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        logits = super().forward(batch, state)
+    def forward(
+        self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
+    ) -> torch.Tensor:
+        logits = super().forward(batch, state, layer_done)
         logits[1, 3] = float("nan")
         return logits
 
 
 def test_logits_that_are_no_numbers_lose_their_row_alone(pool: StatePool) -> None:
     rows = (row(0, 0, 2, (0,), 2), row(1, 0, 2, (1,)), row(2, 0, 2, (2,), 0), row(3, 0, 2, (3,), 1))
-    first, broken, silent, last = Runner(BrokenSecond(), pool).execute(StepPlan((), rows)).sampled
+    first, broken, silent, last = Runner(BrokenSecond(), pool).execute(StepPlan((), rows), NOT_WATCHED).sampled
     assert isinstance(broken, EngineError)
     assert silent == ()
     assert isinstance(first, tuple)

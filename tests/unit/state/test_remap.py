@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.state.components import IndexKind, StateComponent
-from shared.state.remap import Chunk, ShardedState, gather, routes, scatter
-from shared.transfer.pool import Pool, Run
-from tests.support_remap import Rank, Whole, copy, move, poisoned, put, random_whole
+from shared.state.remap import Chunk, ShardedState, copy_spans, routes
+from tests.support_remap import Rank, Whole, move, piece_of, poisoned, put, random_whole
 
 SLOTS = 3
 
@@ -97,15 +97,12 @@ def chunked(draw: st.DrawFn, start: int, stop: int) -> tuple[Chunk, ...]:
 @given(cases())
 def test_what_arrives_is_the_state_as_the_target_cuts_it(case: Case) -> None:
     wanted = [case.expected(one) for one in case.targets]
-    direct = [one.pool.copy() for one in case.targets]
     untouched = [one.pool.tobytes() for one in case.sources]
     for route in routes(case.source, case.target):
         source, target = case.sources[route.source_rank], case.targets[route.target_rank]
         for chunk in case.chunks:
-            move(route, source, target, chunk)
-            copy(route.copies(source.place, target.place, chunk), source.pool, direct[route.target_rank])
+            move(route, source, target, chunk, case.num_tokens)
     assert [one.pool.tobytes() for one in case.targets] == wanted
-    assert [pool.tobytes() for pool in direct] == wanted
     assert [one.pool.tobytes() for one in case.sources] == untouched
 
 
@@ -114,15 +111,21 @@ def test_there_and_back_is_the_same_piece(case: Case) -> None:
     """gather(scatter(x)) == x: no byte of a piece is lost on the way, and none overwrites another."""
     random = np.random.default_rng(3)
     for route in routes(case.source, case.target):
+        source, target = case.sources[route.source_rank], case.targets[route.target_rank]
+        place, empty = piece_of(route, case.num_tokens)
         for chunk in case.chunks:
-            piece = random.integers(0, 256, route.num_bytes(chunk), dtype=np.uint8)
-            for one, spans_of in ((case.sources[route.source_rank], route.gather),
-                                  (case.targets[route.target_rank], route.scatter)):  # fmt: skip
-                again = np.zeros_like(piece)
-                spans = spans_of(one.place, chunk)
-                scatter(piece, spans, one.pool)
-                gather(one.pool, spans, again)
-                assert again.tobytes() == piece.tobytes()
+            piece = random.integers(0, 256, len(empty), dtype=np.uint8)
+            spans = route.scatter(place, target.place, chunk)
+            copy_spans(piece, target.pool, spans)
+            again, wanted = empty.copy(), empty.copy()
+            copy_spans(target.pool, again, spans[:, [1, 0, 2]])
+            copy_spans(piece, wanted, spans[:, [0, 0, 2]])
+            assert again.tobytes() == wanted.tobytes()
+            assert (np.count_nonzero(piece != empty) > 0) or not len(piece)
+            back = route.gather(source.place, place, chunk)
+            copy_spans(piece, source.pool, back[:, [1, 0, 2]])
+            copy_spans(source.pool, again := empty.copy(), back)
+            assert again.tobytes() == wanted.tobytes()
 
 
 @given(cases())
@@ -136,12 +139,8 @@ def test_each_byte_goes_once_and_in_as_few_spans_as_can_be(case: Case) -> None:
         for chunk in case.chunks:
             size = route.num_bytes(chunk)
             arrived[route.target_rank] += size
-            assert size == sum(route.component_bytes(chunk))
-            for spans in (
-                route.gather(source, chunk),
-                route.scatter(target, chunk),
-                route.copies(source, target, chunk),
-            ):
+            place, _ = piece_of(route, case.num_tokens)
+            for spans in (route.gather(source, place, chunk), route.scatter(place, target, chunk)):
                 assert spans[:, -1].sum() == size
                 assert (spans[:, -1] > 0).all()
                 ends = spans[:-1, :-1] + spans[:-1, -1:]
@@ -152,24 +151,36 @@ def test_each_byte_goes_once_and_in_as_few_spans_as_can_be(case: Case) -> None:
         assert size == sum(c.row_bytes * rows[c.name] * c.num_layers for c in case.target.of_rank(rank))
 
 
-@given(st.integers(1, 40), st.sampled_from([1, 4, 16]), st.data())
-def test_between_equal_cuts_the_order_is_that_of_the_plain_transfer(
-    num_tokens: int, page: int, data: st.DataObject
-) -> None:
-    components = (
-        StateComponent("kv", IndexKind.PAGE, page, (2, 3), (2,), "float16", (0, 1), 1),
-        StateComponent("memory", IndexKind.REQUEST, 1, (2,), (3,), "uint8", (0, 1)),
-        StateComponent("window", IndexKind.RING, 5, (2,), (3,), "uint8", (1,)),
-    )
-    state, count = ShardedState(components), -(-num_tokens // page)
-    ids = data.draw(st.permutations(range(count + 1)))[:count]
-    one = poisoned(state, 0, ids, 1, (count + 1, SLOTS))
-    (route,) = routes(state, state)
-    piece = np.empty(route.num_bytes(chunk := Chunk(((0, num_tokens),), num_tokens)), dtype=np.uint8)
-    gather(one.pool, route.gather(one.place, chunk), piece)
-    pool, plain = Pool(one.place.layout, memoryview(one.pool)), b""
-    for index, component in enumerate(components):
-        units = tuple(ids) if component.index is IndexKind.PAGE else (1,)
-        run = Run(index, units, component.rows_in_last_unit(num_tokens))
-        plain += b"".join(view for layer in range(component.num_layers) for view in pool.views(run, layer))
-    assert piece.tobytes() == plain
+@given(cases())
+def test_a_piece_is_a_pool_of_the_sources_units_with_the_heads_that_go(case: Case) -> None:
+    for route in routes(case.source, case.target):
+        for ours, piece, heads in zip(case.source.components, route.components, route.heads, strict=True):
+            axis = ours.shard_axis
+            assert piece == ours if axis is None else piece.outer[axis] == len(heads)
+            assert replace(piece, outer=ours.outer) == ours
+        if case.source.tp_size == case.target.tp_size == 1:
+            assert route.components == case.source.components
+
+
+@given(st.data())
+def test_spans_of_any_lengths_are_copied_and_nothing_else(data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from([1, 4, 6]))
+    lengths = data.draw(st.lists(st.integers(1, 9), max_size=12))
+    source = np.random.default_rng(1).integers(0, 256, 997, dtype=np.uint8)
+    target = np.random.default_rng(2).integers(0, 256, 811, dtype=np.uint8)
+    wanted, spans, at = target.copy(), [], data.draw(st.integers(0, 3))
+    for length in data.draw(st.permutations(lengths)):
+        start = data.draw(st.integers(0, 100)) * row
+        spans.append((start, at, length * row))
+        wanted[at : at + length * row] = source[start : start + length * row]
+        at += (length + data.draw(st.integers(0, 2))) * row
+    copy_spans(source, target, np.array(spans, dtype=np.int64).reshape(-1, 3))
+    assert target.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("span", [(95, 0, 6), (0, 95, 6), (100, 0, 1), (0, 200, 1)])
+def test_a_span_outside_is_not_copied(span: tuple[int, int, int]) -> None:
+    source, target = np.ones(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    with pytest.raises(IndexError):
+        copy_spans(source, target, np.array([span], dtype=np.int64))
+    assert not target.any()

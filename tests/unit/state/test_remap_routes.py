@@ -11,7 +11,7 @@ from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
 from shared.state.remap import Chunk, Place, ShardedState, check_fit, heads_held, routes
 from shared.state.remap.spans import cut_at_units
-from tests.support_remap import Rank, move, poisoned, put, random_whole
+from tests.support_remap import Rank, move, piece_of, poisoned, put, random_whole
 
 UP_TO_8 = range(1, 9)
 NUM_TOKENS = 7
@@ -48,7 +48,7 @@ def test_every_pair_of_sizes_is_byte_exact_in_few_pieces(heads: int) -> None:
         targets = [replace(one, pool=one.pool.copy()) for one in ranks(heads, target_tp, 1, False)]
         ways = routes(sources[0].state, wanted[0].state)
         for way in ways:
-            move(way, sources[way.source_rank], targets[way.target_rank], CHUNK)
+            move(way, sources[way.source_rank], targets[way.target_rank], CHUNK, NUM_TOKENS)
         got, expected = ([one.pool.tobytes() for one in side] for side in (targets, wanted))
         assert got == expected, (source_tp, target_tp)
         assert len(ways) <= source_tp + target_tp - 1, (source_tp, target_tp)
@@ -168,9 +168,10 @@ def test_a_place_outside_the_pool_is_refused(change: dict[str, object], message:
     source, target = state(4, 1, 2), state(4, 2, 3)
     way = routes(source, target)[1]
     place = Place(PoolLayout(target.of_rank(1), 5, 2), (1, 2, 0), 0, 1)
-    assert way.scatter(place, CHUNK)[:, 1].sum() == way.num_bytes(CHUNK)
+    piece, _ = piece_of(way, NUM_TOKENS)
+    assert way.scatter(piece, place, CHUNK)[:, 2].sum() == way.num_bytes(CHUNK)
     with pytest.raises(GeometryMismatch, match=message):
-        way.scatter(replace(place, **change), CHUNK)
+        way.scatter(piece, replace(place, **change), CHUNK)
 
 
 def test_runs_are_cut_where_a_unit_of_either_side_ends() -> None:
@@ -200,6 +201,7 @@ def test_a_run_beyond_all_bounds_costs_nothing() -> None:
     endless = Chunk(((0, 1 << 60),), 1 << 60)
     assert way.num_bytes(endless) > 1 << 60
     place = Place(PoolLayout(cut.components, 5, 2), (1, 2, 0), 0, 1)
+    piece, _ = piece_of(way, NUM_TOKENS)
     for ask in (way.gather, way.scatter):
         with pytest.raises(GeometryMismatch, match="component latent: tokens 0 to"):
-            ask(place, endless)
+            ask(place, piece, endless)

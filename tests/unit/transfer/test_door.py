@@ -60,7 +60,11 @@ def replace_piece(**changes: int) -> WirePiece:
     [
         ("bad_component", replace_piece(component=1)),
         ("bad_component", replace_piece(component=-1)),
-        ("bad_layers", replace_piece(num_layers=1)),
+        ("bad_layers", replace_piece(num_layers=0)),
+        ("bad_layers", replace_piece(num_layers=3)),
+        ("bad_layers", replace_piece(first_layer=1)),
+        ("bad_layers", replace_piece(first_layer=-1)),
+        ("bad_layers", replace_piece(num_layers=10**30)),
         ("bad_range", replace_piece(first_unit=2)),
         ("bad_range", replace_piece(first_unit=-1)),
         ("bad_range", replace_piece(num_units=0)),
@@ -152,6 +156,64 @@ def test_what_is_written_again_is_not_counted_until_it_landed(door: Door) -> Non
     again = knock(door, replace_piece(num_units=1))
     door.leave(again)
     assert door.received(KEY)[0].num_bytes == 2 * 8
+
+
+def layer_of(number: int, **changes: int) -> WirePiece:
+    return replace_piece(first_layer=number, num_layers=1, **changes)
+
+
+def test_layers_of_a_unit_may_be_written_at_once_and_each_by_one(door: Door) -> None:
+    lower = knock(door, layer_of(0))
+    with pytest.raises(Refused, match="overlap"):
+        knock(door, PIECE)
+    with pytest.raises(Refused, match="overlap"):
+        knock(door, layer_of(0, first_unit=1))
+    upper = knock(door, layer_of(1))
+    assert (lower.runs[0].layers, upper.runs[0].layers) == (range(1), range(1, 2))
+    with pytest.raises(Refused, match="overlap"):
+        knock(door, layer_of(1, first_unit=1, num_units=1))
+    knock(door, layer_of(1, first_unit=2, num_units=1))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "overlap"),
+    [
+        ((layer_of(0), layer_of(1)), False),
+        ((layer_of(0), layer_of(0, first_unit=2, num_units=1)), False),
+        ((layer_of(0), layer_of(0, first_unit=1)), True),
+        ((layer_of(1), replace_piece(num_units=1)), True),
+        ((layer_of(0, num_units=3), layer_of(1, num_units=1), layer_of(1, first_unit=1)), False),
+        ((layer_of(0, num_units=3), layer_of(1, num_units=1), replace_piece(first_unit=1)), True),
+    ],
+)
+def test_pieces_of_a_transfer_overlap_only_in_a_layer_of_a_unit(
+    door: Door, pieces: tuple[WirePiece, ...], overlap: bool
+) -> None:
+    for order in (pieces, pieces[::-1]):
+        if overlap:
+            with pytest.raises(Refused, match="overlap"):
+                knock(door, *order)
+        else:
+            door.leave(knock(door, *order))
+
+
+def test_a_layer_that_never_came_is_missing_in_the_receipt(door: Door) -> None:
+    whole, other = Door(LAYOUT, lambda key, _backend: None), [[DIGESTS[0][1]]]
+    whole.open(KEY, SECRET, ((5, 2, 7),))
+    assert whole.landed(knock(whole, PIECE), DIGESTS)
+    assert door.landed(knock(door, layer_of(1)), other)
+    assert door.received(KEY)[0].num_bytes == 2 * 8
+    assert door.landed(knock(door, layer_of(0)), [[DIGESTS[0][0]]])
+    assert door.received(KEY) == whole.received(KEY)
+
+
+def test_the_pages_that_are_held_stay_as_they_are() -> None:
+    door = Door(LAYOUT, lambda key, _backend: None)
+    door.open(KEY, SECRET, ((5, 2, 7),), held_len=4)
+    for piece in (PIECE, replace_piece(num_units=1), replace_piece(num_units=3)):
+        with pytest.raises(Refused, match="bad_range"):
+            knock(door, piece)
+    assert knock(door, replace_piece(first_unit=1)).runs[0].units == (2, 7)
 
 
 def test_a_failing_announcement_lets_nobody_in() -> None:

@@ -10,7 +10,7 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import pytest
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import TransferError
+from shared.state.components import IndexKind
+from shared.state.layout import PoolLayout, Shard
 from shared.transfer.backend import Faults, Manifest, Timing
 from shared.transfer.door import Door
 from shared.transfer.link import Piece, TicketKey
@@ -107,9 +109,9 @@ class Stranger:
             data += part
         return data
 
-    def greet(self) -> None:
-        self.sock.sendall(framed(Greeting(layout=LAYOUT).model_dump_json().encode()))
-        assert json.loads(self.read_frame())["ok"]
+    def greet(self, layout: PoolLayout = LAYOUT) -> bool:
+        self.sock.sendall(framed(Greeting(layout=layout).model_dump_json().encode()))
+        return bool(json.loads(self.read_frame())["ok"])
 
     def conversation(self, key: TicketKey, secret: bytes) -> bytes:
         """Greeting, header and payload as one run of bytes."""
@@ -215,7 +217,7 @@ def test_spoiled_conversations_end_and_write_nothing_outside_the_grant(receiver:
 
 def odd_pieces(rng: random.Random) -> tuple[WirePiece, ...]:
     odd = [-1, 0, 1, 2, 3, 4, 9, 10**6, 1 << 31, 1 << 63, 10**30, -(10**30)]
-    names = ("component", "num_layers", "first_unit", "num_units", "rows_in_last")
+    names = ("component", "first_layer", "num_layers", "first_unit", "num_units", "rows_in_last")
 
     def piece() -> WirePiece:
         changes: dict[str, Any] = {name: rng.choice(odd) for name in rng.sample(names, rng.randrange(1, 4))}
@@ -225,18 +227,25 @@ def odd_pieces(rng: random.Random) -> tuple[WirePiece, ...]:
 
 
 def allowed(pieces: tuple[WirePiece, ...]) -> bool:
-    """By the words of the contract: units of the table, rows of a unit, all layers, nothing twice."""
-    units = [unit for p in pieces for unit in range(p.first_unit, p.first_unit + min(p.num_units, 9))]
+    """By the words of the contract: units of the table, rows of a unit, layers of the component, nothing twice."""
+    cells = [
+        (layer, unit)
+        for p in pieces
+        for layer in range(p.first_layer, p.first_layer + min(p.num_layers, 9))
+        for unit in range(p.first_unit, p.first_unit + min(p.num_units, 9))
+    ]
     fits = [
         p.component == 0
-        and p.num_layers == 3
+        and p.num_layers >= 1
+        and p.first_layer >= 0
+        and p.first_layer + p.num_layers <= 3
         and p.num_units >= 1
         and p.first_unit >= 0
         and p.first_unit + p.num_units <= len(TABLE[0])
         and 1 <= p.rows_in_last <= 4
         for p in pieces
     ]
-    return all(fits) and len(set(units)) == len(units)
+    return all(fits) and len(set(cells)) == len(cells)
 
 
 def test_a_peer_with_the_secret_gets_its_own_units_and_no_others(receiver: Receiver, tmp_path: Path) -> None:
@@ -247,7 +256,7 @@ def test_a_peer_with_the_secret_gets_its_own_units_and_no_others(receiver: Recei
         key, secret = new_ticket()
         receiver.door.open(key, secret, TABLE)
         stranger, pieces = Stranger(receiver), odd_pieces(rng)
-        stranger.greet()
+        assert stranger.greet()
         stranger.sock.sendall(framed(stranger.header(key, secret, pieces)))
         answer = json.loads(stranger.read_frame())
         assert answer["ok"] == allowed(pieces), (pieces, answer)
@@ -262,12 +271,46 @@ def test_a_peer_with_the_secret_gets_its_own_units_and_no_others(receiver: Recei
     served(receiver, tmp_path)
 
 
+def test_a_peer_that_cuts_its_state_oddly_writes_nothing_outside_the_grant(receiver: Receiver, tmp_path: Path) -> None:
+    """Pages and ranks of every size, and of sizes that cannot be, with pieces that may fit or not."""
+    rng = random.Random(4)
+    let_in = 0
+    for _ in range(ROUNDS):
+        key, secret = new_ticket()
+        receiver.door.open(key, secret, TABLE)
+        stranger, pieces = Stranger(receiver), odd_pieces(rng)
+        let_in += stranger.greet(odd_layout(rng))
+        stranger.say(framed(stranger.header(key, secret, pieces)) + b"\x22" * 6000)
+        quiesced = threading.Event()
+        receiver.door.fence(key, quiesced.set)
+        assert quiesced.wait(5)
+    assert (receiver.outside() == POISON).all()
+    assert receiver.counters["landed"] > 0
+    assert ROUNDS // 10 < let_in < ROUNDS
+    assert receiver.counters.get("connection_errors", 0) == 0
+    served(receiver, tmp_path)
+
+
+def odd_layout(rng: random.Random) -> PoolLayout:
+    """Ours in other pages, as one of several ranks, or nothing of the kind."""
+    pages, heads = rng.choice([1, 2, 3, 4, 5, 8, 64, 10**6, 1 << 62]), rng.choice([3, 3, 3, 1, 6])
+    whole = tuple(
+        replace(c, unit_tokens=pages if c.index is IndexKind.PAGE else c.unit_tokens) for c in LAYOUT.components
+    )
+    whole = (replace(whole[0], outer=(2, heads)), *whole[1:])
+    sizes = rng.choice([(24, 6), (1, 1), (0, 0), (-1, 1 << 62)])
+    if rng.random() < 0.6:
+        return PoolLayout(whole, *sizes)
+    shard = Shard(whole, rng.choice([1, 2, 3, 1 << 40]), rng.choice([0, 1, -1]))
+    return PoolLayout(whole, *sizes, shard)
+
+
 def test_other_tickets_and_signatures_are_refused_each_time(receiver: Receiver) -> None:
     """The refusal costs the transfer and not the connection; what nobody knows looks like what has ended."""
     key, secret = new_ticket()
     receiver.door.open(key, secret, TABLE)
     stranger = Stranger(receiver)
-    stranger.greet()
+    assert stranger.greet()
     right = stranger.header(key, secret, (PIECE,), sequence=0)
     attempts = [
         (right[:MAC_BYTES], stranger.header(TicketKey(key.room + 1, 1), secret, (PIECE,), 0)[MAC_BYTES:]),
@@ -318,7 +361,7 @@ def test_the_sender_survives_any_answer(receiver: Receiver) -> None:
     fd = create_pool(LAYOUT)
     pool = Pool.map(fd, LAYOUT, writable=True)
     backend = TcpBackend(pool, Door(LAYOUT, lambda *_: None), "me", "127.0.0.1", 0, Timing(1.0, 0.15), Faults())
-    hello = framed(Hello(boot_id="mad", nonce=b"n" * 32).model_dump_json().encode())
+    hello = framed(Hello(boot_id="mad", layout=LAYOUT, nonce=b"n" * 32).model_dump_json().encode())
     script = hello + framed(b'{"ok":true}') * 3
     event = threading.Event()
     event.set()

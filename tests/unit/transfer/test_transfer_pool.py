@@ -150,11 +150,13 @@ def test_a_ledger_does_not_see_how_units_were_cut(
     whole, cut = Ledger(layout.components), Ledger(layout.components)
     whole.record(run.component, 0, run.rows_in_last, [pool.digests(run, layer) for layer in layers])
     at = data.draw(st.integers(0, len(run.units) - 1))
-    full = layout.components[run.component].unit_tokens
+    full, middle = layout.components[run.component].unit_tokens, data.draw(st.integers(0, len(layers)))
     parts = [(0, Run(run.component, run.units[:at], full)), (at, Run(run.component, run.units[at:], run.rows_in_last))]
-    for first, part in reversed(parts):
-        if len(part.units):
-            cut.record(run.component, first, part.rows_in_last, [pool.digests(part, layer) for layer in layers])
+    for some in (layers[middle:], layers[:middle]):
+        for first, part in reversed(parts):
+            if len(part.units) and some:
+                digests = [pool.digests(part, layer) for layer in some]
+                cut.record(run.component, first, part.rows_in_last, digests, some.start)
     assert whole.receipt() == cut.receipt()
     assert whole.receipt()[run.component].num_bytes == payload(layout, run)
     flat = b"".join(xxhash.xxh3_128_digest(rows) for layer in layers for rows in rows_of(pool, run, layer))
@@ -184,7 +186,7 @@ def test_what_is_dropped_is_not_in_the_receipt() -> None:
     layout = PoolLayout((StateComponent("c", IndexKind.PAGE, 2, (), (3,), "uint8", (0,)),), 6, 0)
     pool, ledger = random_pool(layout, 4), Ledger(layout.components)
     ledger.record(0, 0, 2, [pool.digests(Run(0, (0, 1, 2), 2), 0)])
-    ledger.drop(0, 1, 2)
+    ledger.drop(0, 1, 2, range(1))
     alone = Ledger(layout.components)
     alone.record(0, 0, 2, [pool.digests(Run(0, (0,), 2), 0)])
     assert ledger.receipt() == alone.receipt()
