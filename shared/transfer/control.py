@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, Room, WireModel
+from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
 from shared.protocol.packing import PackedBytes
 from shared.state.layout import PoolLayout
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
@@ -44,6 +44,7 @@ class Open(Request):
     kind: Literal["open"] = "open"
     secret: PackedBytes
     units: tuple[tuple[int, ...], ...]
+    formats: tuple[str, ...]
 
 
 class Send(Request):
@@ -51,6 +52,7 @@ class Send(Request):
     secret: PackedBytes
     peer: LinkAddress
     pieces: tuple[Piece, ...]
+    wire_format: str = "raw"
 
 
 class Ask(Request):
@@ -70,6 +72,9 @@ class Reply(WireModel):
     receipt: tuple[ComponentDigest, ...] = ()
     counters: dict[str, int] = Field(default_factory=dict)
     """In the answer to a ping."""
+    on_wire: tuple[OnWire, ...] = ()
+    bytes_per_s: float | None = None
+    """Of the link. Both in the answer to a send."""
 
 
 class Moving(WireModel):

@@ -24,6 +24,7 @@ from shared.machines.transfer import (
 )
 from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
 from shared.state.layout import PoolLayout
+from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
 from shared.transfer.pool import Run
@@ -50,6 +51,7 @@ class Grant:
     runs: tuple[Run, ...]
     stopped: threading.Event
     stop: Callable[[], None]
+    wire_format: str = "raw"
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class _Entry:
     secret: bytes
     units: tuple[tuple[int, ...], ...]
     ledger: Ledger
+    formats: tuple[str, ...]
     grants: list[Grant] = field(default_factory=list)
     on_quiesced: list[Callable[[], None]] = field(default_factory=list)
 
@@ -74,8 +77,15 @@ class Door:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._counters: Counter[str] = Counter()
 
-    def open(self, key: TicketKey, secret: bytes, units: tuple[tuple[int, ...], ...]) -> None:
-        """Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
+    def open(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        units: tuple[tuple[int, ...], ...],
+        formats: tuple[str, ...] = EXACT_FORMATS,
+    ) -> None:
+        """formats: what its bytes may come as. Raises InvalidRequest for units outside the pool or named twice, and for
+        a key that is open."""
         components = self._layout.components
         if len(units) != len(components) or not secret:
             raise InvalidRequest("a ticket needs a secret and one table for each component")
@@ -86,7 +96,7 @@ class Door:
         with self._lock:
             if key in self._entries:
                 raise InvalidRequest("the ticket is open")
-            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units, Ledger(components))
+            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, units, Ledger(components), formats)
             self._live[key.room] += 1
 
     def admit(
@@ -99,6 +109,8 @@ class Door:
             entry = self._find(key)
             if not hmac.compare_digest(sign(entry.secret, nonce, header.sequence, raw), mac):
                 raise Refused("bad_mac")
+            if header.wire_format not in entry.formats:
+                raise Refused("bad_format", f"the ticket does not accept {header.wire_format}")
             runs = tuple(self._run(entry, piece) for piece in header.pieces)
             _check_overlap(header.pieces)
             for other in entry.grants:
@@ -107,7 +119,7 @@ class Door:
             entry.ticket = moved.ticket
             for piece in header.pieces:
                 entry.ledger.drop(piece.component, piece.first_unit, piece.num_units)
-            grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop)
+            grant = Grant(key, backend, header.pieces, runs, threading.Event(), stop, header.wire_format)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:

@@ -14,7 +14,8 @@ from typing import TypeVar
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
-from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
+from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest, Wire
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
 
@@ -59,16 +60,26 @@ class Outbox:
         self.counters: Counter[str] = Counter()
 
     async def send(
-        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], event: Event
-    ) -> None:
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        event: Event,
+        wire_format: str = EXACT,
+    ) -> Wire:
         """Returns when the peer confirmed all of it; raises TransferError otherwise."""
         ticket = self._tickets.get(key)
         if ticket is None:
             ticket = self._tickets[key] = _Outgoing(Ledger(self._layout.components))
         async with ticket.turn:
-            digests = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event)
+            manifest = Manifest(key, secret, pieces, Wire(wire_format))
+            digests = await self._transfer(ticket, peer, manifest, event)
             for piece, layers in zip(pieces, digests, strict=True):
                 ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+        for name, num_bytes in manifest.wire.used.values():
+            self.counters[f"coded_{name}_bytes"] += num_bytes
+        return manifest.wire
 
     def sent(self, key: TicketKey) -> Receipt:
         """Of a key nothing was sent under, an empty receipt."""

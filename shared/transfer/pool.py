@@ -36,6 +36,11 @@ class Run:
     def index(self) -> np.ndarray:
         return np.array(self.units, dtype=np.int64)
 
+    def part(self, first: int, end: int, unit_tokens: int) -> "Run":
+        """Units [first, end) of it; all rows of those before the last of all."""
+        rows = self.rows_in_last if end >= len(self.units) else unit_tokens
+        return Run(self.component, self.units[first:end], rows)
+
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
@@ -96,18 +101,22 @@ class Pool:
         plane = self._planes[run.component]
         return min(run.units) >= 0 and max(run.units) < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
-    def views(self, run: Run, layer: int) -> list[memoryview]:
-        """The rows of `run` in one layer, in wire order: unit after unit, neighbours joined."""
+    def spans(self, run: Run, first_layer: int, num_layers: int = 1) -> np.ndarray:
+        """Where the rows of `run` lie, in wire order: layer after layer, unit after unit, neighbours joined.
+        int64 [spans, 2]: first byte and length."""
         plane = self._planes[run.component]
-        base = plane.offset + layer * plane.layer_bytes
-        whole = run.units if run.rows_in_last == plane.unit_tokens else run.units[:-1]
-        views = []
-        for first, count in _runs(whole):
-            start = base + first * plane.unit_bytes
-            views.append(self.bytes[start : start + count * plane.unit_bytes])
+        base = plane.offset + first_layer * plane.layer_bytes
+        whole = run.index if run.rows_in_last == plane.unit_tokens else run.index[:-1]
+        first = np.flatnonzero(np.diff(whole, prepend=-2) != 1)
+        counts = np.diff(first, append=len(whole))
+        found = np.stack((base + whole[first] * plane.unit_bytes, counts * plane.unit_bytes), axis=1)
         if len(whole) < len(run.units):
-            views.extend(self.bytes[start:end] for start, end in _partial(plane, base, run))
-        return views
+            rest = np.array(_partial(plane, base, run), dtype=np.int64)
+            rest[:, 1] -= rest[:, 0]
+            found = np.concatenate((found, rest))
+        every = np.repeat(found[None], num_layers, axis=0)
+        every[:, :, 0] += np.arange(num_layers)[:, None] * plane.layer_bytes
+        return every.reshape(-1, 2)
 
     def digests(self, run: Run, layer: int) -> np.ndarray:
         """xxh3-128 of each unit's rows with state in one layer, in order: [units, 16] bytes."""
@@ -161,8 +170,7 @@ class Pool:
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
-        view = self.views(run, layer)[0]
-        view[0] ^= 0xFF
+        self.bytes[int(self.spans(run, layer)[0, 0])] ^= 0xFF
 
 
 def _entry(digest: bytes) -> np.ndarray:
@@ -190,17 +198,6 @@ def _partial(plane: _Plane, base: int, run: Run) -> list[tuple[int, int]]:
     start = base + run.units[-1] * plane.unit_bytes
     step, size = plane.unit_tokens * plane.row_bytes, run.rows_in_last * plane.row_bytes
     return [(start + k * step, start + k * step + size) for k in range(plane.segments)]
-
-
-def _runs(units: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first, count) of neighbouring units."""
-    found: list[tuple[int, int]] = []
-    for unit in units:
-        if found and sum(found[-1]) == unit:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((unit, 1))
-    return found
 
 
 def _paired_runs(src: tuple[int, ...], dst: tuple[int, ...], limit: int) -> list[tuple[int, int, int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shared.runtime.errors import PeerLost, TransferError, TransferRefused
+from shared.runtime.errors import Corrupt, PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Event, Manifest
 from shared.transfer.pool import Pool, Run
@@ -27,10 +27,10 @@ def introduce(connection: Connection, boot_id: str, layout: PoolLayout, fd: int 
 
 
 def expect_ok(connection: Connection) -> None:
-    """Reads an answer; TransferRefused if it is a no."""
+    """Reads an answer; TransferRefused if it is a no, Corrupt if what came was damaged."""
     answer = connection.receive(Answer)
     if not answer.ok:
-        raise TransferRefused(answer.message or answer.reason)
+        raise (Corrupt if answer.reason == Corrupt.code else TransferRefused)(answer.message or answer.reason)
 
 
 def runs_of(pool: Pool, manifest: Manifest) -> list[Run]:
@@ -42,7 +42,9 @@ def runs_of(pool: Pool, manifest: Manifest) -> list[Run]:
     return runs
 
 
-def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *, with_units: bool) -> bytes:
+def header_frame(
+    manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *, with_units: bool, wire_format: str = "raw"
+) -> bytes:
     """The signed header of one transfer."""
     pieces = tuple(
         WirePiece(
@@ -56,7 +58,7 @@ def header_frame(manifest: Manifest, pool: Pool, nonce: bytes, sequence: int, *,
         for piece in manifest.pieces
     )
     key = manifest.key
-    header = Header(room=key.room, generation=key.generation, sequence=sequence, pieces=pieces)
+    header = Header(room=key.room, generation=key.generation, sequence=sequence, pieces=pieces, wire_format=wire_format)
     raw = header.model_dump_json().encode()
     return sign(manifest.secret, nonce, sequence, raw) + raw
 

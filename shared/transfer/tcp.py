@@ -1,30 +1,49 @@
-"""Any two hosts: raw bytes over TCP, gathered from the sender's pages and scattered into the receiver's without a copy
-in between."""
+"""Any two hosts, over TCP. Raw rows are gathered from the sender's pages and scattered into the receiver's without a
+copy in between; coded rows pass through the format that the header names."""
 
 import socket
 import threading
+import time
+from collections import OrderedDict
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost
+from shared.runtime.errors import Corrupt, PeerLost
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
-from shared.transfer.door import Door, Grant
+from shared.transfer.coded_rows import CodedRows, Sent
+from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.formats.catalog import EXACT, available, travels_as
+from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, greeting
-from shared.transfer.pool import Pool
+from shared.transfer.pool import Pool, Run
+from shared.transfer.raw_rows import RawRows, Step
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
 from shared.transfer.wire import Answer, Connection, Header
 
 _BACKLOG = 64
+_NUM_RATES = 256
+_LEAST_MEASURED_BYTES = 256 << 10
+"""Of less than this the time is mostly a round trip's."""
 
 
 class TcpBackend:
-    """Listens on `host`; port 0 takes a free one."""
+    """Listens on `host`; port 0 takes a free one. formats: what it reads."""
 
     name = "tcp"
 
     def __init__(
-        self, pool: Pool, door: Door, boot_id: str, host: str, port: int, timing: Timing, faults: Faults
+        self,
+        pool: Pool,
+        door: Door,
+        boot_id: str,
+        host: str,
+        port: int,
+        timing: Timing,
+        faults: Faults,
+        formats: tuple[str, ...] | None = None,
     ) -> None:
         self._pool, self._timing, self._faults = pool, timing, faults
+        self._formats = available() if formats is None else formats
+        self._rates = Rates()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = sock.getsockname()[1]
@@ -40,24 +59,46 @@ class TcpBackend:
             raise PeerLost(f"no sidecar answers at {peer.host}:{peer.port}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
         nonce = introduce(connection, peer.boot_id, self._pool.layout)
-        return _TcpChannel(connection, nonce, self._pool, self._faults)
+        return _TcpChannel(connection, nonce, self._pool, self._faults, self._rates, peer.boot_id)
 
     def close(self) -> None:
         self._listener.close()
 
     def _greet(self, connection: Connection) -> "_TcpMover":
         greeting(connection.receive_frame(), self._pool.layout.components)
-        return _TcpMover(connection, self._pool, self._faults)
+        return _TcpMover(connection, self._pool, self._faults, self._formats)
+
+
+class Rates:
+    """How fast each boot of a peer took what was sent, lately. Used by threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rates: OrderedDict[str, float] = OrderedDict()
+
+    def measured(self, boot_id: str, num_bytes: int, spent_s: float) -> float | None:
+        """Enters a transfer that spent so long on the wire; returns bytes a second, None while nothing is known."""
+        with self._lock:
+            known = self._rates.get(boot_id)
+            if num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0:
+                rate = num_bytes / spent_s
+                known = self._rates[boot_id] = rate if known is None else (known + rate) / 2
+                self._rates.move_to_end(boot_id)
+                if len(self._rates) > _NUM_RATES:
+                    self._rates.popitem(last=False)
+            return known
 
 
 class _TcpMover:
     """Receives straight into the pages of the grant."""
 
-    def __init__(self, connection: Connection, pool: Pool, faults: Faults) -> None:
-        self._connection, self._pool, self._faults = connection, pool, faults
+    def __init__(self, connection: Connection, pool: Pool, faults: Faults, formats: tuple[str, ...]) -> None:
+        self._connection, self._pool, self._faults, self._formats = connection, pool, faults, formats
 
     def check(self, header: Header) -> None:
-        """The header names nothing of the sender's."""
+        """The header names nothing of the sender's but the format."""
+        if header.wire_format not in self._formats:
+            raise Refused("bad_format", f"{header.wire_format} is not read here")
 
     def stop(self) -> None:
         """A frozen sender would hold the ticket for ever: without its connection it can write nothing."""
@@ -65,44 +106,92 @@ class _TcpMover:
 
     def land(self, grant: Grant) -> Digests:
         self._connection.send(Answer(ok=True))
-        digests: Digests = []
+        if grant.wire_format != EXACT:
+            return self._land_coded(grant)
+        rows = RawRows(self._connection.fileno(), self._pool)
+        spoil = self._faults.corrupt
+
+        def after(step: Step) -> None:
+            if spoil and step.first_layer == step.first_unit == 0:
+                self._pool.flip_byte(step.run, 0)
+
+        return [
+            rows.receive(run, range(piece.num_layers), lambda _step: _check(grant), after)
+            for piece, run in zip(grant.pieces, grant.runs, strict=True)
+        ]
+
+    def _land_coded(self, grant: Grant) -> Digests:
+        rows, digests = CodedRows(self._connection, self._pool, grant.wire_format), []
+        broken: Corrupt | None = None
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
-            layers = []
-            for layer in range(piece.num_layers):
-                if grant.stopped.is_set():
-                    raise PeerLost("the ticket was fenced meanwhile")
-                self._connection.receive_all(self._pool.views(run, layer))
-                if self._faults.corrupt and layer == 0:
-                    self._pool.flip_byte(run, layer)
-                layers.append(self._pool.digests(run, layer))
-            digests.append(layers)
+            layers = range(piece.num_layers)
+            found, damaged = rows.receive(run, layers, lambda: _check(grant), self._faults.corrupt)
+            digests.append(found)
+            if damaged is not None and broken is None:
+                broken = Corrupt(f"component {self._pool.layout.components[run.component].name!r}: {damaged}")
+        if broken is not None:
+            raise broken
         return digests
 
 
+def _check(grant: Grant) -> None:
+    if grant.stopped.is_set():
+        raise PeerLost("the ticket was fenced meanwhile")
+
+
 class _TcpChannel:
-    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
+    def __init__(
+        self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults, rates: Rates, boot_id: str
+    ) -> None:
         self._connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
+        self._rates, self._boot_id = rates, boot_id
         self._sequence = 0
         self._aborted = threading.Event()
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
         runs = runs_of(self._pool, manifest)
         wait_for(event, self._aborted.is_set)
-        frame = header_frame(manifest, self._pool, self._nonce, self._sequence, with_units=False)
+        wire_format = manifest.wire.wanted
+        frame = header_frame(
+            manifest, self._pool, self._nonce, self._sequence, with_units=False, wire_format=wire_format
+        )
         self._sequence += 1
         self._connection.send_frame(frame)
         expect_ok(self._connection)
-        digests: Digests = []
-        for run in runs:
-            layers = []
-            for layer in range(self._pool.num_layers(run.component)):
-                if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
-                    raise PeerLost("aborted")
-                layers.append(self._pool.digests(run, layer))
-                self._connection.send_all(self._pool.views(run, layer))
-            digests.append(layers)
+        digests, sent = self._send_raw(runs) if wire_format == EXACT else self._send_coded(runs, manifest)
+        began = time.monotonic()
         expect_ok(self._connection)
+        spent_s = sent.spent_s + time.monotonic() - began
+        manifest.wire.bytes_per_s = self._rates.measured(self._boot_id, sent.num_bytes, spent_s)
         return digests
+
+    def _send_raw(self, runs: list[Run]) -> tuple[Digests, Sent]:
+        rows, began = RawRows(self._connection.fileno(), self._pool, apart=self._faults.delay_s > 0), time.monotonic()
+        digests = [rows.send(run, self._layers(run), self._before) for run in runs]
+        components = self._pool.layout.components
+        num_bytes = sum(payload_bytes(components[run.component], len(run.units), run.rows_in_last) for run in runs)
+        return digests, Sent(num_bytes, time.monotonic() - began)
+
+    def _send_coded(self, runs: list[Run], manifest: Manifest) -> tuple[Digests, Sent]:
+        rows, digests, total = CodedRows(self._connection, self._pool, manifest.wire.wanted), [], Sent()
+        for run in runs:
+            found, sent = rows.send(run, self._layers(run), self._pause)
+            digests.append(found)
+            total += sent
+            component = self._pool.layout.components[run.component]
+            manifest.wire.add(run.component, travels_as(rows.name, component), sent.num_bytes)
+        return digests, total
+
+    def _layers(self, run: Run) -> range:
+        return range(self._pool.num_layers(run.component))
+
+    def _before(self, step: Step) -> None:
+        if step.first_unit == 0:
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
+            raise PeerLost("aborted")
 
     def abort(self) -> None:
         self._aborted.set()

@@ -8,7 +8,8 @@
     receiver  Answer     over tcp: go ahead, or why not; then the bytes follow in the header's order
     receiver  Answer     everything landed, or why not
 
-The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state.
+The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state. In a
+wire format other than raw: piece after piece, blocks behind their lengths (`coded_rows.py`).
 """
 
 import hmac
@@ -18,7 +19,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.protocol.messages import Generation, Room, WireModel
+from shared.protocol.messages import FormatName, Generation, Room, WireModel
 from shared.protocol.packing import PackedBytes
 from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
@@ -60,6 +61,8 @@ class Header(WireModel):
     generation: Generation
     sequence: int
     pieces: tuple[WirePiece, ...]
+    wire_format: FormatName = "raw"
+    """Over tcp only."""
 
 
 class Answer(WireModel):
@@ -112,6 +115,9 @@ class Connection:
     def close(self) -> None:
         self.abort()
         self._sock.close()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def is_idle(self) -> bool:
         """Whether the peer is there and has sent nothing: a connection kept for later may have died meanwhile."""

@@ -1,10 +1,11 @@
 """Which format `auto` takes: a smaller one only where the bytes are what the client waits for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shared.transfer.formats.catalog import LOSSINESS
+from shared.state.components import IndexKind, StateComponent
+from shared.transfer.formats.catalog import LOSSINESS, travels_as
 
 _WORTH = 0.9
 """A lossier format must end in less than this share of the time: below that its loss buys nothing that is felt."""
@@ -24,6 +25,49 @@ class Option:
         """Encoding, link and decoding work side by side on different chunks: the slowest of them decides."""
         wire_s = self.wire_bytes / link_bytes_per_s if link_bytes_per_s > 0 else math.inf
         return max(self.encode_s, wire_s, self.decode_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """bits: of a number on the wire, for float32 and float16 rows; None: all of them. encode, decode: bytes of rows a
+    second. Of 256 tokens of the default model, on one core."""
+
+    bits: tuple[float, float] | None
+    encode: float
+    decode: float
+
+
+_MIB = 1 << 20
+_COSTS = {
+    "raw": _Cost(None, math.inf, math.inf),
+    "lossless": _Cost((27.1, 13.8), 450 * _MIB, 600 * _MIB),
+    "fp16": _Cost((16.0, 16.0), 900 * _MIB, 1200 * _MIB),
+    "int8": _Cost((8.5, 8.5), 300 * _MIB, 600 * _MIB),
+    "fp8": _Cost((8.5, 8.5), 200 * _MIB, 400 * _MIB),
+    "delta": _Cost((3.6, 3.6), 60 * _MIB, 120 * _MIB),
+}
+
+
+def options(names: Iterable[str], components: Sequence[StateComponent], num_tokens: int) -> list[Option]:
+    """What the state of a prompt would cost in each format."""
+    return [_option(name, components, num_tokens) for name in names]
+
+
+def _option(name: str, components: Sequence[StateComponent], num_tokens: int) -> Option:
+    wire_bytes = encode_s = decode_s = 0.0
+    for component in components:
+        rows = num_tokens if component.index is IndexKind.PAGE else component.rows_in_last_unit(num_tokens)
+        num_bytes = rows * component.row_bytes * component.num_layers
+        cost = _COSTS[travels_as(name, component)]
+        wire_bytes += num_bytes * _share(cost, component)
+        encode_s, decode_s = encode_s + num_bytes / cost.encode, decode_s + num_bytes / cost.decode
+    return Option(name, wire_bytes, encode_s, decode_s)
+
+
+def _share(cost: _Cost, component: StateComponent) -> float:
+    if cost.bits is None or component.dtype not in ("float32", "float16"):
+        return 1.0
+    return cost.bits[0] / 32 if component.dtype == "float32" else cost.bits[1] / 16
 
 
 def choose(options: Sequence[Option], link_bytes_per_s: float, prefill_s: float) -> str:
