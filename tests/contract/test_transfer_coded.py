@@ -1,0 +1,199 @@
+"""Wire formats over tcp between two backends: many blocks, damage on the way, and a fence in the middle."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shared.protocol.messages import LinkAddress
+from shared.runtime.errors import Corrupt, TransferError
+from shared.state.components import IndexKind, StateComponent
+from shared.state.layout import PoolLayout
+from shared.transfer.backend import Digests, Faults, Manifest, Timing, Wire
+from shared.transfer.coded_rows import blocks
+from shared.transfer.door import Door
+from shared.transfer.formats.agree import EXACT_FORMATS
+from shared.transfer.formats.catalog import LOSSINESS
+from shared.transfer.ledger import Ledger
+from shared.transfer.link import Piece, Receipt
+from shared.transfer.pool import Pool, Run, create_pool
+from shared.transfer.tcp import TcpBackend
+from tests.contract.test_transfer_backend import is_set
+from tests.contract.transfer_links import POISON, new_ticket
+
+ALL = tuple(LOSSINESS)
+CODED = tuple(name for name in ALL if name != "raw")
+BIG = PoolLayout(
+    (StateComponent("kv", IndexKind.PAGE, 16, (2, 3), (64,), "float32", tuple(range(24)), 1),),
+    num_pages=48,
+    num_slots=1,
+)
+
+
+class End:
+    """Pool, door and backend, without a sidecar around them."""
+
+    def __init__(self, boot_id: str, faults: Faults) -> None:
+        self.fd = create_pool(BIG)
+        self.pool = Pool.map(self.fd, BIG, writable=True)
+        self.values = BIG.view(self.pool.bytes, 0)
+        self.door = Door(BIG, lambda _key, _backend: None)
+        self.backend = TcpBackend(self.pool, self.door, boot_id, "127.0.0.1", 0, Timing(), faults)
+        self.address = LinkAddress(
+            boot_id=boot_id, host="127.0.0.1", port=self.backend.port, socket="", backends=("tcp",)
+        )
+
+    def close(self) -> None:
+        self.backend.close()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    sender, receiver = End("sender", Faults()), End("receiver", Faults())
+    sender.values[...] = np.random.default_rng(3).normal(size=sender.values.shape)
+    np.frombuffer(receiver.pool.bytes, dtype=np.uint8)[:] = POISON
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def ledger_of(digests: Digests) -> Receipt:
+    """What the sender would sign."""
+    ledger = Ledger(BIG.components)
+    ledger.record(0, 0, 16, digests[0])
+    return ledger.receipt()
+
+
+UNITS = tuple(range(40))
+MINE = tuple(reversed(range(4, 44)))
+MOVED_BYTES = 40 * BIG.components[0].unit_bytes * 24
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pieces_of_many_blocks_arrive_whole(name: str, ends: tuple[End, End]) -> None:
+    """More than one block of several layers, into pages in another order than they come from."""
+    sender, receiver = ends
+    key, secret = new_ticket()
+    receiver.door.open(key, secret, (MINE,), (name,))
+    channel = sender.backend.connect(receiver.address)
+    manifest = Manifest(key, secret, (Piece(0, 0, UNITS, 16),), Wire(name))
+    sent = channel.transfer(manifest, is_set())
+    assert receiver.door.received(key) == ledger_of(sent)
+    error = np.abs(receiver.values[:, MINE] - sender.values[:, UNITS]).max()
+    assert error == 0 if name in EXACT_FORMATS else 0 < error < 2
+    assert set(np.ascontiguousarray(receiver.values[:, :4]).tobytes()) == {POISON}
+    if name == "raw":
+        assert manifest.wire.used == {}
+    else:
+        assert manifest.wire.used[0][0] == name
+        assert manifest.wire.used[0][1] < {"lossless": 0.97, "fp16": 0.51, "delta": 0.2}.get(name, 0.28) * MOVED_BYTES
+    assert manifest.wire.bytes_per_s is not None
+    assert 1e5 < manifest.wire.bytes_per_s < 1e12
+    channel.close()
+
+
+class Spoiler:
+    """Passes a connection on, and spoils one byte of what the sender says, at `at`."""
+
+    def __init__(self, port: int, at: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._to, self._at = port, at
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        client, _ = self._server.accept()
+        with client, socket.create_connection(("127.0.0.1", self._to)) as far:
+            back = threading.Thread(target=self._pass, args=(far, client, -1))
+            back.start()
+            self._pass(client, far, self._at)
+            back.join()
+
+    def _pass(self, source: socket.socket, target: socket.socket, at: int) -> None:
+        seen = 0
+        try:
+            while data := bytearray(source.recv(65536)):
+                if seen <= at < seen + len(data):
+                    data[at - seen] ^= 0x10
+                seen += len(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            source.close()
+
+    def close(self) -> None:
+        self._threads[0].join(30)
+        self._server.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_byte_that_changes_on_the_way_is_found(name: str, ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    spoiler = Spoiler(receiver.address.port, at=1_000_000)
+    key, secret = new_ticket()
+    receiver.door.open(key, secret, (MINE,), (name,))
+    channel = sender.backend.connect(receiver.address.model_copy(update={"port": spoiler.port}))
+    pieces = (Piece(0, 0, UNITS, 16),)
+    if name == "raw":
+        sent = channel.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
+        assert receiver.door.received(key)[0].num_bytes == MOVED_BYTES
+        assert receiver.door.received(key) != ledger_of(sent), "this is what the commit compares"
+    else:
+        with pytest.raises(Corrupt, match="digest disagrees"):
+            channel.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
+        assert receiver.door.snapshot()[1]["failed_corrupt_state"] == 1
+        assert not any(one.num_bytes for one in receiver.door.received(key)), "nothing of it counts as landed"
+        again = sender.backend.connect(receiver.address)
+        sent = again.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
+        assert receiver.door.received(key) == ledger_of(sent)
+        again.close()
+    channel.close()
+    spoiler.close()
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_two_blocks_that_differ_have_two_digests(name: str, ends: tuple[End, End]) -> None:
+    """A lossy block's digest stands for all its units, and every other block has one of its own."""
+    sender, receiver = ends
+    key, secret = new_ticket()
+    receiver.door.open(key, secret, (MINE,), (name,))
+    channel = sender.backend.connect(receiver.address)
+    sent = channel.transfer(Manifest(key, secret, (Piece(0, 0, UNITS, 16),), Wire(name)), is_set())
+    each = {digest.tobytes() for layer in sent[0] for digest in layer}
+    num_blocks = len(list(blocks(BIG.components[0], Run(0, UNITS, 16), range(24))))
+    assert num_blocks > 5
+    assert len(each) == (24 * 40 if name in EXACT_FORMATS else num_blocks)
+    channel.close()
+
+
+@pytest.mark.parametrize("name", ["raw", "lossless", "fp8"])
+def test_a_fence_in_the_middle_ends_it_and_nothing_is_written_later(name: str) -> None:
+    sender, receiver = End("sender", Faults(delay_s=0.1)), End("receiver", Faults())
+    key, secret = new_ticket()
+    landing = threading.Event()
+    receiver.door = Door(BIG, lambda _key, _backend: landing.set())
+    receiver.backend.close()
+    receiver.backend = TcpBackend(receiver.pool, receiver.door, "receiver", "127.0.0.1", 0, Timing(), Faults())
+    receiver.door.open(key, secret, (MINE,), (name,))
+    channel = sender.backend.connect(receiver.address.model_copy(update={"port": receiver.backend.port}))
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(
+            channel.transfer, Manifest(key, secret, (Piece(0, 0, UNITS, 16),), Wire(name)), is_set()
+        )
+        assert landing.wait(30)
+        quiesced = threading.Event()
+        receiver.door.fence(key, quiesced.set)
+        assert quiesced.wait(30)
+        before = bytes(receiver.pool.bytes)
+        with pytest.raises(TransferError):
+            running.result(30)
+    assert bytes(receiver.pool.bytes) == before
+    channel.close()
+    sender.close()
+    receiver.close()
