@@ -20,6 +20,7 @@ from shared.state.layout import PoolLayout
 from shared.transfer.kernels import Kernels
 
 DIGEST_BYTES = 16
+_FAR = 1 << 40
 _COPY_RUN_BYTES = 128 * 1024
 """Longest copy before it is hashed: what was written should still be in the cache."""
 
@@ -91,6 +92,11 @@ class Pool:
         size = max(layout.total_bytes, mmap.PAGESIZE)
         return cls(layout, memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access)))
 
+    @property
+    def flat(self) -> np.ndarray:
+        """All bytes, as one dimension; shares memory."""
+        return self._flat
+
     def num_layers(self, component: int) -> int:
         return self._planes[component].num_layers
 
@@ -101,22 +107,24 @@ class Pool:
         plane = self._planes[run.component]
         return min(run.units) >= 0 and max(run.units) < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
-    def spans(self, run: Run, first_layer: int, num_layers: int = 1) -> np.ndarray:
-        """Where the rows of `run` lie, in wire order: layer after layer, unit after unit, neighbours joined.
-        int64 [spans, 2]: first byte and length."""
+    def spans(self, run: Run, layers: range, every: int = _FAR) -> np.ndarray:
+        """Where the rows of `run` lie, in wire order: layer after layer, unit after unit, neighbours joined, but none
+        across every so many units. int64 [layers, spans, 2]: first byte and length."""
         plane = self._planes[run.component]
-        base = plane.offset + first_layer * plane.layer_bytes
+        base = plane.offset + layers.start * plane.layer_bytes
         whole = run.index if run.rows_in_last == plane.unit_tokens else run.index[:-1]
-        first = np.flatnonzero(np.diff(whole, prepend=-2) != 1)
+        apart = np.diff(whole, prepend=-2) != 1
+        apart[::every] = True
+        first = np.flatnonzero(apart)
         counts = np.diff(first, append=len(whole))
         found = np.stack((base + whole[first] * plane.unit_bytes, counts * plane.unit_bytes), axis=1)
         if len(whole) < len(run.units):
             rest = np.array(_partial(plane, base, run), dtype=np.int64)
             rest[:, 1] -= rest[:, 0]
             found = np.concatenate((found, rest))
-        every = np.repeat(found[None], num_layers, axis=0)
-        every[:, :, 0] += np.arange(num_layers)[:, None] * plane.layer_bytes
-        return every.reshape(-1, 2)
+        spans = np.repeat(found[None], len(layers), axis=0)
+        spans[:, :, 0] += np.arange(len(layers))[:, None] * plane.layer_bytes
+        return spans
 
     def digests(self, run: Run, layer: int) -> np.ndarray:
         """xxh3-128 of each unit's rows with state in one layer, in order: [units, 16] bytes."""
@@ -170,7 +178,7 @@ class Pool:
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
-        self.bytes[int(self.spans(run, layer)[0, 0])] ^= 0xFF
+        self.bytes[int(self.spans(run, range(layer, layer + 1))[0, 0, 0])] ^= 0xFF
 
 
 def _entry(digest: bytes) -> np.ndarray:

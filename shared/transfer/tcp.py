@@ -112,7 +112,7 @@ class _TcpMover:
         spoil = self._faults.corrupt
 
         def after(step: Step) -> None:
-            if spoil and step.first_layer == step.first_unit == 0:
+            if spoil and step.layers.start == step.first_unit == 0:
                 self._pool.flip_byte(step.run, 0)
 
         return [

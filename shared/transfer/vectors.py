@@ -45,42 +45,59 @@ def _declared(name: str) -> _Call:
 _sendmsg, _recvmsg = _declared("sendmsg"), _declared("recvmsg")
 
 
-def send(fd: int, data: np.ndarray, spans: np.ndarray) -> None:
-    """Sends the spans (int64 [n, 2]: first byte, length) of `data`, flat bytes, one after the other. The socket blocks;
-    raises PeerLost when the peer is gone, TransferTimeout when its time limit passed and nothing moved."""
-    _move(_sendmsg, fd, _iovecs(data, spans), socket.MSG_NOSIGNAL, "reading")
+class Vectors:
+    """Spans (int64 [n, 2]: first byte, length) of `data`, flat bytes, as the kernel takes them. Each may be moved once.
+    ValueError for a span outside."""
 
+    def __init__(self, data: np.ndarray, spans: np.ndarray) -> None:
+        if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+            raise ValueError("a buffer is flat bytes")
+        if len(spans) and (spans.min() < 0 or (spans[:, 0] + spans[:, 1]).max() > len(data)):
+            raise ValueError("a span lies outside its buffer")
+        self._data = data  # it must not go while its addresses are in use
+        self._iovecs = np.array(spans, dtype=np.int64, order="C").reshape(-1, 2)
+        self._iovecs[:, 0] += data.__array_interface__["data"][0]
+        self._first = self._iovecs.ctypes.data
+        self._ends = np.cumsum(self._iovecs[:, 1])
+        self._message = _Message()
 
-def receive(fd: int, data: np.ndarray, spans: np.ndarray) -> None:
-    """Fills the spans of `data`; as `send`."""
-    if not data.flags.writeable:
-        raise ValueError("the buffer cannot be written")
-    _move(_recvmsg, fd, _iovecs(data, spans), socket.MSG_WAITALL, "sending")
+    def __len__(self) -> int:
+        return len(self._iovecs)
 
+    def send(self, fd: int, first: int, end: int) -> None:
+        """Sends the spans numbered [first, end), one after the other. The socket blocks; raises PeerLost when the peer
+        is gone, TransferTimeout when its time limit passed and nothing moved."""
+        self._move(_sendmsg, fd, first, end, socket.MSG_NOSIGNAL, "reading")
 
-def _iovecs(data: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """A copy with addresses, as the kernel takes them. It outlives no call, and so the buffer outlives it."""
-    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
-        raise ValueError("a buffer is flat bytes")
-    if len(spans) and (spans.min() < 0 or (spans[:, 0] + spans[:, 1]).max() > len(data)):
-        raise ValueError("a span lies outside its buffer")
-    found = np.ascontiguousarray(spans[spans[:, 1] > 0], dtype=np.int64)
-    found[:, 0] += data.__array_interface__["data"][0]
-    return found
+    def receive(self, fd: int, first: int, end: int) -> None:
+        """Fills those spans; as `send`."""
+        if not self._data.flags.writeable:
+            raise ValueError("the buffer cannot be written")
+        self._move(_recvmsg, fd, first, end, socket.MSG_WAITALL, "sending")
 
+    def _move(self, call: _Call, fd: int, first: int, end: int, flags: int, doing: str) -> None:
+        done = int(self._ends[first - 1]) if first else 0
+        goal = int(self._ends[end - 1]) if end else 0
+        at, message = first, self._message
+        while done < goal:
+            message.iov = self._first + at * self._iovecs.strides[0]
+            message.iov_len = min(_IOVECS, end - at)
+            moved = call(fd, ctypes.byref(message), flags)
+            if moved > 0:
+                done += moved
+                at = self._at(done) if done < goal else end
+            elif moved == 0:
+                raise PeerLost("connection closed")
+            else:
+                _check(ctypes.get_errno(), doing)
 
-def _move(call: _Call, fd: int, iovecs: np.ndarray, flags: int, doing: str) -> None:
-    message, first, at = _Message(), iovecs.ctypes.data, 0
-    while at < len(iovecs):
-        message.iov = first + at * iovecs.strides[0]
-        message.iov_len = min(_IOVECS, len(iovecs) - at)
-        moved = call(fd, ctypes.byref(message), flags)
-        if moved > 0:
-            at = _advance(iovecs, at, moved)
-        elif moved == 0:
-            raise PeerLost("connection closed")
-        else:
-            _check(ctypes.get_errno(), doing)
+    def _at(self, done: int) -> int:
+        """The span that goes on after so many bytes of all; one that is partly done is cut."""
+        at = int(np.searchsorted(self._ends, done, side="right"))
+        left = int(self._ends[at]) - done
+        begin, size = self._iovecs[at]
+        self._iovecs[at] = begin + size - left, left
+        return at
 
 
 def _check(number: int, doing: str) -> None:
@@ -89,13 +106,3 @@ def _check(number: int, doing: str) -> None:
         raise TransferTimeout(f"the peer stopped {doing}")
     if number != errno.EINTR:
         raise PeerLost(f"connection lost: {os.strerror(number)}")
-
-
-def _advance(iovecs: np.ndarray, at: int, moved: int) -> int:
-    """The first that is not done after `moved` more bytes; one that is partly done is cut."""
-    ends = np.cumsum(iovecs[at : at + _IOVECS, 1])
-    done = int(np.searchsorted(ends, moved, side="right"))
-    left = moved - (int(ends[done - 1]) if done else 0)
-    if left:
-        iovecs[at + done] += (left, -left)
-    return at + done

@@ -55,13 +55,19 @@ def test_blocks_hold_every_row_once(case: tuple[Pool, Run, range]) -> None:
 @given(case=runs())
 def test_steps_are_the_piece_in_wire_order(case: tuple[Pool, Run, range], apart: bool) -> None:
     pool, run, layers = case
-    whole = np.concatenate([pool.spans(run, layer) for layer in layers])
-    found = []
-    for step in raw_rows.steps(pool, run, layers, apart=apart):
+    cut = raw_rows.steps_of(pool, run, layers, apart=apart)
+    assert joined(cut.spans) == joined(
+        np.concatenate([pool.spans(run, range(layer, layer + 1))[0] for layer in layers])
+    )
+    at = 0
+    for step in cut.steps:
         assert step.run.units == run.units[step.first_unit : step.first_unit + len(step.run.units)]
-        assert step.num_layers == 1 or not apart
-        found.append(pool.spans(step.run, step.first_layer, step.num_layers))
-    assert joined(np.concatenate(found)) == joined(whole)
+        assert len(step.layers) == 1 or not apart
+        assert step.spans.start == at
+        at = step.spans.stop
+        own = pool.spans(step.run, step.layers).reshape(-1, 2)
+        assert joined(cut.spans[step.spans.start : step.spans.stop]) == joined(own)
+    assert at == len(cut.spans)
 
 
 def joined(spans: np.ndarray) -> list[list[int]]:

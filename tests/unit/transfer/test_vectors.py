@@ -4,12 +4,13 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from shared.runtime.errors import PeerLost, TransferTimeout
-from shared.transfer import vectors
+from shared.transfer.vectors import Vectors
 
 SIZE = 1 << 20
 Sockets = tuple[socket.socket, socket.socket]
@@ -39,40 +40,43 @@ def joined(data: np.ndarray, spans: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize(("there", "here"), [(1, 1), (2500, 1), (1, 2500), (1000, 1001), (2001, 3)])
-def test_spans_arrive_in_order_however_they_are_cut(sockets: Sockets, there: int, here: int) -> None:
+@pytest.mark.parametrize("calls", [1, 7])
+def test_spans_arrive_in_order_however_they_are_cut(sockets: Sockets, there: int, here: int, calls: int) -> None:
     random, total = np.random.default_rng(there + here), 300_000
     source = random.integers(0, 255, SIZE, dtype=np.uint8)
     target = np.full(SIZE, 255, dtype=np.uint8)
     out, into = cut(random, total, there), cut(random, total, here)
-    sending = threading.Thread(target=vectors.send, args=(sockets[0].fileno(), source, out))
+
+    def send() -> None:
+        vectors = Vectors(source, out)
+        for first, end in pairwise(np.linspace(0, there, calls + 1).astype(int).tolist()):
+            vectors.send(sockets[0].fileno(), first, end)
+
+    sending = threading.Thread(target=send)
     sending.start()
-    vectors.receive(sockets[1].fileno(), target, into)
+    vectors = Vectors(target, into)
+    for first, end in pairwise(np.linspace(0, here, calls + 1).astype(int).tolist()):
+        vectors.receive(sockets[1].fileno(), first, end)
     sending.join()
     assert joined(target, into) == joined(source, out)
     assert (target == 255).sum() == SIZE - total, "nothing else was written"
 
 
 def test_nothing_to_move_is_no_call(sockets: Sockets) -> None:
-    vectors.send(sockets[0].fileno(), np.zeros(8, dtype=np.uint8), np.empty((0, 2), dtype=np.int64))
-    vectors.receive(sockets[1].fileno(), np.zeros(8, dtype=np.uint8), np.array([[3, 0]], dtype=np.int64))
+    Vectors(np.zeros(8, dtype=np.uint8), np.empty((0, 2), dtype=np.int64)).send(-1, 0, 0)
+    Vectors(np.zeros(8, dtype=np.uint8), np.array([[3, 4]], dtype=np.int64)).receive(-1, 1, 1)
 
 
 @pytest.mark.parametrize("span", [(-1, 4), (0, -1), (5, 4), (9, 1), (1 << 62, 1)])
-def test_a_span_outside_its_buffer_moves_nothing(sockets: Sockets, span: tuple[int, int]) -> None:
-    data = np.zeros(8, dtype=np.uint8)
-    for move in (vectors.send, vectors.receive):
-        with pytest.raises(ValueError, match="outside"):
-            move(sockets[0].fileno(), data, np.array([(0, 8), span], dtype=np.int64))
-    sockets[0].setblocking(False)
-    sockets[1].setblocking(False)
-    with pytest.raises(BlockingIOError):
-        sockets[1].recv(1)
+def test_a_span_outside_its_buffer_is_refused(span: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        Vectors(np.zeros(8, dtype=np.uint8), np.array([(0, 8), span], dtype=np.int64))
 
 
 def test_what_cannot_be_written_is_not(sockets: Sockets) -> None:
-    data = np.frombuffer(bytes(8), dtype=np.uint8)
+    vectors = Vectors(np.frombuffer(bytes(8), dtype=np.uint8), np.array([(0, 8)], dtype=np.int64))
     with pytest.raises(ValueError, match="written"):
-        vectors.receive(sockets[0].fileno(), data, np.array([(0, 8)], dtype=np.int64))
+        vectors.receive(sockets[0].fileno(), 0, 1)
 
 
 def test_a_peer_that_is_gone_and_one_that_is_silent(sockets: Sockets) -> None:
@@ -81,12 +85,12 @@ def test_a_peer_that_is_gone_and_one_that_is_silent(sockets: Sockets) -> None:
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
     data, spans = np.zeros(SIZE, dtype=np.uint8), np.array([(0, SIZE)], dtype=np.int64)
     with pytest.raises(TransferTimeout, match="sending"):
-        vectors.receive(near.fileno(), data, spans)
+        Vectors(data, spans).receive(near.fileno(), 0, 1)
     with pytest.raises(TransferTimeout, match="reading"):
-        vectors.send(near.fileno(), data, spans)
+        Vectors(data, spans).send(near.fileno(), 0, 1)
     far.shutdown(socket.SHUT_WR)
     with pytest.raises(PeerLost, match="closed"):
-        vectors.receive(near.fileno(), data, spans)
+        Vectors(data, spans).receive(near.fileno(), 0, 1)
     far.close()
     with pytest.raises(PeerLost, match="lost"):
-        vectors.send(near.fileno(), data, spans)
+        Vectors(data, spans).send(near.fileno(), 0, 1)
