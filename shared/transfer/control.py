@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
 from shared.protocol.packing import PackedBytes
 from shared.state.layout import PoolLayout
+from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -44,7 +45,7 @@ class Open(Request):
     kind: Literal["open"] = "open"
     secret: PackedBytes
     units: tuple[tuple[int, ...], ...]
-    formats: tuple[str, ...]
+    formats: tuple[str, ...] = EXACT_FORMATS
 
 
 class Send(Request):
