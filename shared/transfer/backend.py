@@ -21,7 +21,7 @@ Digests = list[list[np.ndarray]]
 class Wire:
     """How the rows of a transfer travel. wanted: the format that both sides agreed on. The rest is entered by a channel
     that codes; a way that gains nothing by it moves rows as they are. used: format and bytes of each component that was
-    coded. bytes_per_s: the link, as measured."""
+    coded. bytes_per_s: of the link, where enough went over it to tell."""
 
     wanted: str = "raw"
     used: dict[int, tuple[str, int]] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class Reply(WireModel):
     """In the answer to a ping."""
     on_wire: tuple[OnWire, ...] = ()
     bytes_per_s: float | None = None
-    """Of the link. Both in the answer to a send."""
+    """Of the link this time. Both in the answer to a send."""
 
 
 class Moving(WireModel):

@@ -4,7 +4,6 @@ copy in between; coded rows pass through the format that the header names."""
 import socket
 import threading
 import time
-from collections import OrderedDict
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import Corrupt, PeerLost
@@ -20,7 +19,6 @@ from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of,
 from shared.transfer.wire import Answer, Connection, Header
 
 _BACKLOG = 64
-_NUM_RATES = 256
 _LEAST_MEASURED_BYTES = 256 << 10
 """Of less than this the time is mostly a round trip's."""
 
@@ -43,7 +41,6 @@ class TcpBackend:
     ) -> None:
         self._pool, self._timing, self._faults = pool, timing, faults
         self._formats = available() if formats is None else formats
-        self._rates = Rates()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = sock.getsockname()[1]
@@ -59,7 +56,7 @@ class TcpBackend:
             raise PeerLost(f"no sidecar answers at {peer.host}:{peer.port}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
         nonce = introduce(connection, peer.boot_id, self._pool.layout)
-        return _TcpChannel(connection, nonce, self._pool, self._faults, self._rates, peer.boot_id)
+        return _TcpChannel(connection, nonce, self._pool, self._faults)
 
     def close(self) -> None:
         self._listener.close()
@@ -67,26 +64,6 @@ class TcpBackend:
     def _greet(self, connection: Connection) -> "_TcpMover":
         greeting(connection.receive_frame(), self._pool.layout.components)
         return _TcpMover(connection, self._pool, self._faults, self._formats)
-
-
-class Rates:
-    """How fast each boot of a peer took what was sent, lately. Used by threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rates: OrderedDict[str, float] = OrderedDict()
-
-    def measured(self, boot_id: str, num_bytes: int, spent_s: float) -> float | None:
-        """Enters a transfer that spent so long on the wire; returns bytes a second, None while nothing is known."""
-        with self._lock:
-            known = self._rates.get(boot_id)
-            if num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0:
-                rate = num_bytes / spent_s
-                known = self._rates[boot_id] = rate if known is None else (known + rate) / 2
-                self._rates.move_to_end(boot_id)
-                if len(self._rates) > _NUM_RATES:
-                    self._rates.popitem(last=False)
-            return known
 
 
 class _TcpMover:
@@ -140,11 +117,8 @@ def _check(grant: Grant) -> None:
 
 
 class _TcpChannel:
-    def __init__(
-        self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults, rates: Rates, boot_id: str
-    ) -> None:
+    def __init__(self, connection: Connection, nonce: bytes, pool: Pool, faults: Faults) -> None:
         self._connection, self._nonce, self._pool, self._faults = connection, nonce, pool, faults
-        self._rates, self._boot_id = rates, boot_id
         self._sequence = 0
         self._aborted = threading.Event()
 
@@ -162,7 +136,8 @@ class _TcpChannel:
         began = time.monotonic()
         expect_ok(self._connection)
         spent_s = sent.spent_s + time.monotonic() - began
-        manifest.wire.bytes_per_s = self._rates.measured(self._boot_id, sent.num_bytes, spent_s)
+        if sent.num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0:
+            manifest.wire.bytes_per_s = sent.num_bytes / spent_s
         return digests
 
     def _send_raw(self, runs: list[Run]) -> tuple[Digests, Sent]:

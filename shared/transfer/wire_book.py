@@ -39,7 +39,8 @@ class WireBook:
         for one in reply.on_wire:
             known[one.name] = together(known[one.name], one) if one.name in known else one
         if reply.bytes_per_s is not None:
-            self._rates[peer.boot_id] = reply.bytes_per_s
+            before = self._rates.get(peer.boot_id, reply.bytes_per_s)
+            self._rates[peer.boot_id] = (before + reply.bytes_per_s) / 2
             self._rates.move_to_end(peer.boot_id)
             if len(self._rates) > _NUM_RATES:
                 self._rates.popitem(last=False)

@@ -83,7 +83,7 @@ def test_a_ticket_s_transfers_add_up_and_are_forgotten() -> None:
         book.sent(key, peer, Reply(id=1, on_wire=(of("kv", "int8", 10), of("slots", "lossless", 1)), bytes_per_s=rate))
     book.sent(TicketKey(7, 2), peer, Reply(id=1, on_wire=(of("kv", "raw", 4),)))
     assert book.of(key) == (of("kv", "int8", 30), of("slots", "lossless", 3))
-    assert book.rate(peer) == 50.0
+    assert book.rate(peer) == 75.0, "smoothed"
     assert book.rate(peer.model_copy(update={"boot_id": "b2"})) is None, "a restart is another peer"
     book.forget(key)
     assert book.of(key) == ()
