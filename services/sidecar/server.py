@@ -152,7 +152,17 @@ class Sidecar:
             )
         if wanted in ("auto", "tcp"):
             host = settings.listen_host or settings.tcp_host
-            tcp = TcpBackend(pool, self._door, self._boot_id, host, settings.tcp_port, timing, faults, settings.formats)
+            tcp = TcpBackend(
+                pool,
+                self._door,
+                self._boot_id,
+                host,
+                settings.tcp_port,
+                timing,
+                faults,
+                settings.formats,
+                settings.tcp_streams,
+            )
             self._port = tcp.port
             found.append(tcp)
         return tuple(found)

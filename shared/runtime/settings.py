@@ -117,6 +117,9 @@ class SidecarSettings(LinkSettings):
 
     stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
     peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
+    tcp_streams: Annotated[int, Field(ge=1, le=16)] = Field(
+        1, description="connections over which a large transfer travels side by side; each takes a core on both sides"
+    )
     wire_formats: str = Field("", description="wire formats it offers, as in raw,lossless. Default: all it can")
     faults: str = Field("", description="injected faults, for tests")
 

@@ -16,6 +16,7 @@ from shared.transfer.listener import Listener, greeting
 from shared.transfer.pool import Pool, Run
 from shared.transfer.raw_rows import RawRows, Step
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
+from shared.transfer.streams import Streams
 from shared.transfer.wire import Answer, Connection, Header
 
 _BACKLOG = 64
@@ -24,7 +25,8 @@ _LEAST_MEASURED_BYTES = 256 << 10
 
 
 class TcpBackend:
-    """Listens on `host`; port 0 takes a free one. formats: what it reads."""
+    """Listens on `host`; port 0 takes a free one. formats: what it reads. streams: connections that a large transfer
+    may take side by side."""
 
     name = "tcp"
 
@@ -38,7 +40,9 @@ class TcpBackend:
         timing: Timing,
         faults: Faults,
         formats: tuple[str, ...] | None = None,
+        streams: int = 1,
     ) -> None:
+        self._streams = streams
         self._pool, self._timing, self._faults = pool, timing, faults
         self._formats = available() if formats is None else formats
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -50,6 +54,12 @@ class TcpBackend:
         return self.name in peer.backends and peer.port > 0
 
     def connect(self, peer: LinkAddress) -> Channel:
+        first = self._connect(peer)
+        if self._streams == 1:
+            return first
+        return Streams(first, lambda: self._connect(peer), self._streams, self._pool.layout.components)
+
+    def _connect(self, peer: LinkAddress) -> Channel:
         try:
             sock = socket.create_connection((peer.host, peer.port), self._timing.connect_s)
         except OSError as error:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import Corrupt, TransferError
+from shared.runtime.errors import Corrupt, TransferError, TransferRefused
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
-from shared.transfer.backend import Digests, Faults, Manifest, Timing, Wire
+from shared.transfer.backend import Channel, Digests, Faults, Manifest, Timing, Wire
 from shared.transfer.coded_rows import blocks
 from shared.transfer.door import Door
 from shared.transfer.formats.agree import EXACT_FORMATS
@@ -22,6 +22,7 @@ from shared.transfer.ledger import Ledger
 from shared.transfer.link import Piece, Receipt
 from shared.transfer.pool import Pool, Run, create_pool
 from shared.transfer.tcp import TcpBackend
+from shared.transfer.wire import Header, WirePiece, sign
 from tests.contract.test_transfer_backend import is_set
 from tests.contract.transfer_links import POISON, new_ticket
 
@@ -197,3 +198,57 @@ def test_a_fence_in_the_middle_ends_it_and_nothing_is_written_later(name: str) -
     channel.close()
     sender.close()
     receiver.close()
+
+
+@pytest.fixture
+def several(ends: tuple[End, End]) -> Iterator[tuple[End, End, Channel]]:
+    """Three connections."""
+    sender, receiver = ends
+    backend = TcpBackend(sender.pool, sender.door, "sender", "127.0.0.1", 0, Timing(), Faults(), streams=3)
+    channel = backend.connect(receiver.address)
+    yield sender, receiver, channel
+    channel.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["raw", "lossless", "int8"])
+def test_several_streams_bring_what_one_does(name: str, several: tuple[End, End, Channel]) -> None:
+    sender, receiver, channel = several
+    for number in range(2):
+        key, secret = new_ticket()
+        receiver.door.open(key, secret, (MINE,), (name,))
+        manifest = Manifest(key, secret, (Piece(0, 0, UNITS, 7),), Wire(name))
+        sent = channel.transfer(manifest, is_set())
+        ledger = Ledger(BIG.components)
+        ledger.record(0, 0, 7, sent[0])
+        assert receiver.door.received(key) == ledger.receipt()
+        assert receiver.door.received(key)[0].num_bytes == (39 * 16 + 7) * BIG.components[0].row_bytes * 24
+        error = np.abs(receiver.values[:, MINE[:-1]] - sender.values[:, UNITS[:-1]]).max()
+        assert error == 0 if name in EXACT_FORMATS else 0 < error < 2
+        assert receiver.door.snapshot()[1]["admitted"] == 3 * (number + 1)
+        assert manifest.wire.bytes_per_s is not None
+        assert channel.is_idle()
+        receiver.door.fence(key, lambda: None)
+
+
+def test_what_is_small_takes_one_of_several(several: tuple[End, End, Channel]) -> None:
+    _, receiver, channel = several
+    key, secret = new_ticket()
+    receiver.door.open(key, secret, (MINE,))
+    channel.transfer(Manifest(key, secret, (Piece(0, 0, UNITS[:2], 16),)), is_set())
+    assert receiver.door.snapshot()[1]["admitted"] == 1
+
+
+def test_one_stream_that_fails_ends_the_others(several: tuple[End, End, Channel]) -> None:
+    """A unit of the second part is being written by somebody else."""
+    _, receiver, channel = several
+    key, secret = new_ticket()
+    receiver.door.open(key, secret, (MINE,))
+    piece = WirePiece(component=0, num_layers=24, first_unit=20, num_units=1, rows_in_last=16)
+    header = Header(room=key.room, generation=1, sequence=0, pieces=(piece,))
+    raw = header.model_dump_json().encode()
+    grant = receiver.door.admit(header, raw, sign(secret, b"n", 0, raw), b"n", "test", lambda: None)
+    with pytest.raises(TransferRefused, match="overlap"):
+        channel.transfer(Manifest(key, secret, (Piece(0, 0, UNITS, 16),)), is_set())
+    assert not channel.is_idle()
+    receiver.door.leave(grant)
