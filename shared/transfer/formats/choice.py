@@ -29,22 +29,23 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """bits: of a number on the wire, for float32 and float16 rows; None: all of them. encode, decode: bytes of rows a
-    second. Of 256 tokens of the default model, on one core."""
+    """bits: of a number on the wire. encode, decode: MiB of rows a second. For float32 rows, and for float16 rows; of
+    blocks of the default model's shape, on one core."""
 
-    bits: tuple[float, float] | None
-    encode: float
-    decode: float
+    bits: tuple[float, float]
+    encode: tuple[float, float] = (math.inf, math.inf)
+    decode: tuple[float, float] = (math.inf, math.inf)
 
 
 _MIB = 1 << 20
+_DTYPES = ("float32", "float16")
 _COSTS = {
-    "raw": _Cost(None, math.inf, math.inf),
-    "lossless": _Cost((27.1, 13.8), 450 * _MIB, 600 * _MIB),
-    "fp16": _Cost((16.0, 16.0), 900 * _MIB, 1200 * _MIB),
-    "int8": _Cost((8.5, 8.5), 300 * _MIB, 600 * _MIB),
-    "fp8": _Cost((8.5, 8.5), 200 * _MIB, 400 * _MIB),
-    "delta": _Cost((3.6, 3.6), 60 * _MIB, 120 * _MIB),
+    "raw": _Cost((32, 16)),
+    "lossless": _Cost((27.1, 13.8), (540, 780), (1100, 1100)),
+    "fp16": _Cost((16, 16), (720, 720), (2000, 2000)),
+    "int8": _Cost((8.5, 8.5), (1700, 500), (4000, 480)),
+    "fp8": _Cost((8.5, 8.5), (820, 300), (1600, 340)),
+    "delta": _Cost((3.6, 3.6), (200, 97), (480, 170)),
 }
 
 
@@ -58,16 +59,14 @@ def _option(name: str, components: Sequence[StateComponent], num_tokens: int) ->
     for component in components:
         rows = num_tokens if component.index is IndexKind.PAGE else component.rows_in_last_unit(num_tokens)
         num_bytes = rows * component.row_bytes * component.num_layers
-        cost = _COSTS[travels_as(name, component)]
-        wire_bytes += num_bytes * _share(cost, component)
-        encode_s, decode_s = encode_s + num_bytes / cost.encode, decode_s + num_bytes / cost.decode
+        if component.dtype not in _DTYPES:
+            wire_bytes += num_bytes  # other numbers are few, and hardly get smaller
+            continue
+        cost, which = _COSTS[travels_as(name, component)], _DTYPES.index(component.dtype)
+        wire_bytes += num_bytes * cost.bits[which] / (32, 16)[which]
+        encode_s += num_bytes / (cost.encode[which] * _MIB)
+        decode_s += num_bytes / (cost.decode[which] * _MIB)
     return Option(name, wire_bytes, encode_s, decode_s)
-
-
-def _share(cost: _Cost, component: StateComponent) -> float:
-    if cost.bits is None or component.dtype not in ("float32", "float16"):
-        return 1.0
-    return cost.bits[0] / 32 if component.dtype == "float32" else cost.bits[1] / 16
 
 
 def choose(options: Sequence[Option], link_bytes_per_s: float, prefill_s: float) -> str:
