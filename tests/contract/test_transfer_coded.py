@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
@@ -85,8 +86,9 @@ def test_pieces_of_many_blocks_arrive_whole(name: str, ends: tuple[End, End]) ->
     manifest = Manifest(key, secret, (Piece(0, 0, UNITS, 16),), Wire(name))
     sent = channel.transfer(manifest, is_set())
     assert receiver.door.received(key) == ledger_of(sent)
-    error = np.abs(receiver.values[:, MINE] - sender.values[:, UNITS]).max()
-    assert error == 0 if name in EXACT_FORMATS else 0 < error < 2
+    errors = np.abs(receiver.values[:, MINE] - sender.values[:, UNITS])
+    assert errors.max() == 0 if name in EXACT_FORMATS else 0 < errors.max() < 2
+    assert name != "delta" or errors[16:].mean() > 1.5 * errors[:8].mean(), "late layers are coded more coarsely"
     assert set(np.ascontiguousarray(receiver.values[:, :4]).tobytes()) == {POISON}
     if name == "raw":
         assert manifest.wire.used == {}
@@ -105,13 +107,13 @@ class Spoiler:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
         self._to, self._at = port, at
-        self._threads = [threading.Thread(target=self._run)]
-        self._threads[0].start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         client, _ = self._server.accept()
         with client, socket.create_connection(("127.0.0.1", self._to)) as far:
-            back = threading.Thread(target=self._pass, args=(far, client, -1))
+            back = threading.Thread(target=self._pass, args=(far, client, -1), daemon=True)
             back.start()
             self._pass(client, far, self._at)
             back.join()
@@ -126,36 +128,36 @@ class Spoiler:
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
-            source.close()
+            with suppress(OSError):
+                source.shutdown(socket.SHUT_RDWR)  # whoever sends to it shall not wait
 
     def close(self) -> None:
-        self._threads[0].join(30)
         self._server.close()
+        self._thread.join(30)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_byte_that_changes_on_the_way_is_found(name: str, ends: tuple[End, End]) -> None:
     sender, receiver = ends
-    spoiler = Spoiler(receiver.address.port, at=1_000_000)
     key, secret = new_ticket()
     receiver.door.open(key, secret, (MINE,), (name,))
-    channel = sender.backend.connect(receiver.address.model_copy(update={"port": spoiler.port}))
-    pieces = (Piece(0, 0, UNITS, 16),)
-    if name == "raw":
-        sent = channel.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
-        assert receiver.door.received(key)[0].num_bytes == MOVED_BYTES
-        assert receiver.door.received(key) != ledger_of(sent), "this is what the commit compares"
-    else:
-        with pytest.raises(Corrupt, match="digest disagrees"):
-            channel.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
-        assert receiver.door.snapshot()[1]["failed_corrupt_state"] == 1
-        assert not any(one.num_bytes for one in receiver.door.received(key)), "nothing of it counts as landed"
-        again = sender.backend.connect(receiver.address)
-        sent = again.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
-        assert receiver.door.received(key) == ledger_of(sent)
-        again.close()
-    channel.close()
-    spoiler.close()
+    with closing(Spoiler(receiver.address.port, at=1_000_000)) as spoiler:
+        channel = sender.backend.connect(receiver.address.model_copy(update={"port": spoiler.port}))
+        pieces = (Piece(0, 0, UNITS, 16),)
+        if name == "raw":
+            sent = channel.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
+            assert receiver.door.received(key)[0].num_bytes == MOVED_BYTES
+            assert receiver.door.received(key) != ledger_of(sent), "this is what the commit compares"
+        else:
+            with pytest.raises(Corrupt, match="digest disagrees"):
+                channel.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
+            assert receiver.door.snapshot()[1]["failed_corrupt_state"] == 1
+            assert not any(one.num_bytes for one in receiver.door.received(key)), "nothing of it counts as landed"
+            again = sender.backend.connect(receiver.address)
+            sent = again.transfer(Manifest(key, secret, pieces, Wire(name)), is_set())
+            assert receiver.door.received(key) == ledger_of(sent)
+            again.close()
+        channel.close()
 
 
 @pytest.mark.parametrize("name", CODED)
