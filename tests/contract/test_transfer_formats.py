@@ -132,37 +132,35 @@ async def test_a_sidecar_that_does_not_offer_a_format_does_not_read_it(tmp_path:
     await pair.close()
 
 
-@pytest.mark.parametrize("name", ["lossless", "fp8"])
-async def test_shared_memory_copies_as_it_is_whatever_was_agreed_on(name: str, tmp_path: Path) -> None:
+async def test_shared_memory_copies_as_it_is_whatever_was_agreed_on(tmp_path: Path) -> None:
     pair = await make_pair("shm", tmp_path)
     fill(pair.sender)
-    pair.receiver.poison()
-    key, secret = await opened(pair, name, "raw")
-    await pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE, name)
-    assert (pair.receiver.pool == expected_pool(pair, TABLES, WHOLE)).all()
-    on_wire = pair.sender.link.on_wire(key)
-    assert [(one.wire_format, one.num_bytes) for one in on_wire] == [("raw", num_bytes) for num_bytes in ROW_BYTES]
-    assert pair.sender.link.rate(pair.receiver.link.address) is None
-    await end(pair, key)
+    for name in ("lossless", "fp8"):
+        pair.receiver.poison()
+        key, secret = await opened(pair, name, "raw")
+        await pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE, name)
+        assert (pair.receiver.pool == expected_pool(pair, TABLES, WHOLE)).all()
+        on_wire = pair.sender.link.on_wire(key)
+        assert [(one.wire_format, one.num_bytes) for one in on_wire] == [("raw", num_bytes) for num_bytes in ROW_BYTES]
+        assert pair.sender.link.rate(pair.receiver.link.address) is None
+        await end(pair, key)
     await pair.close()
 
 
-@pytest.mark.parametrize("name", ["lossless", "delta"])
-async def test_spoiled_state_is_found(name: str, tmp_path: Path) -> None:
+async def test_spoiled_state_is_found(tmp_path: Path) -> None:
     """Of an exact format in the pages, by the receipt; of a lossy one on the way, by the block."""
     pair = await make_pair("tcp", tmp_path, Wanted(corrupt=True))
     fill(pair.sender)
-    key, secret = await opened(pair, name)
-    sending = pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE[:1], name)
-    if name == "lossless":
-        await sending
-        got, sent = await pair.receiver.link.received(key), await pair.sender.link.sent(key)
-        assert got[0].num_bytes == sent[0].num_bytes > 0
-        assert got[0].digest != sent[0].digest
-    else:
-        with pytest.raises(Corrupt, match="kv"):
-            await sending
-        assert (await pair.receiver.counters())["failed_corrupt_state"] == 1
-        assert not any(one.num_bytes for one in await pair.receiver.link.received(key))
+    key, secret = await opened(pair, "lossless")
+    await pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE[:1], "lossless")
+    got, sent = await pair.receiver.link.received(key), await pair.sender.link.sent(key)
+    assert got[0].num_bytes == sent[0].num_bytes > 0
+    assert got[0].digest != sent[0].digest
+    await end(pair, key)
+    key, secret = await opened(pair, "delta")
+    with pytest.raises(Corrupt, match="kv"):
+        await pair.sender.link.send(key, secret, pair.receiver.link.address, WHOLE[:1], "delta")
+    assert (await pair.receiver.counters())["failed_corrupt_state"] == 1
+    assert not any(one.num_bytes for one in await pair.receiver.link.received(key))
     await end(pair, key)
     await pair.close()
