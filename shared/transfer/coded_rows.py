@@ -23,6 +23,7 @@ from shared.state.components import StateComponent
 from shared.transfer.formats.block import Damaged, block_shape
 from shared.transfer.formats.catalog import LOSSINESS, format_for
 from shared.transfer.pool import DIGEST_BYTES, Pool, Run
+from shared.transfer.row_spans import part_of
 from shared.transfer.wire import Connection, Malformed
 
 _LENGTH = struct.Struct("!I")
@@ -51,7 +52,7 @@ def blocks(component: StateComponent, run: Run, layers: range) -> Iterator[Block
     if whole < len(run.units):
         parts.append((whole, len(run.units), run.rows_in_last))
     for first, end, rows in parts:
-        part = run.part(first, end, component.unit_tokens)
+        part = part_of(run, first, end, component.unit_tokens)
         layers_at_once = max(1, units_at_once // (end - first))
         for layer in range(layers.start, layers.stop, layers_at_once):
             yield Block(part, first, layers[layer - layers.start :][:layers_at_once], rows)
@@ -76,9 +77,9 @@ class CodedRows:
     pool: Pool
     name: str
 
-    def send(self, run: Run, layers: range, before: Callable[[], None]) -> tuple[list[np.ndarray], Sent]:
-        """Sends all of `run` and returns the digests of each layer. before(): called before each block, may raise.
-        Reads no page any more when it ends, however it ends."""
+    def send(self, run: Run, layers: range, before: Callable[[int], None]) -> tuple[list[np.ndarray], Sent]:
+        """Sends all of `run` and returns the digests of each layer. before(num_bytes): called before each block, may
+        raise. Reads no page any more when it ends, however it ends."""
         digests = np.empty((len(layers), len(run.units), DIGEST_BYTES), dtype=np.uint8)
         sent = Sent()
 
@@ -87,7 +88,7 @@ class CodedRows:
 
         with closing(_beside(made(block) for block in blocks(self._component(run), run, layers))) as ready:
             for data in ready:
-                before()
+                before(_LENGTH.size + len(data))
                 began = time.monotonic()
                 self.connection.send_all([memoryview(_LENGTH.pack(len(data))), memoryview(data)])
                 sent += Sent(_LENGTH.size + len(data), time.monotonic() - began)
@@ -186,10 +187,9 @@ class CodedRows:
 
 def _where(run: Run) -> slice | np.ndarray:
     """A run's units as an index: neighbours share memory with the pool, others are copied."""
-    first, last = run.units[0], run.units[-1]
-    if len(run.units) == last - first + 1 and (np.diff(run.index) == 1).all():
-        return slice(first, last + 1)
-    return run.index
+    units = np.asarray(run.units, dtype=np.int64)
+    first, after = int(units[0]), int(units[-1]) + 1
+    return slice(first, after) if len(units) == after - first and (np.diff(units) == 1).all() else units
 
 
 def _beside(jobs: Iterator[Callable[[], T]]) -> Generator[T, None, None]:

@@ -20,7 +20,6 @@ from shared.state.layout import PoolLayout
 from shared.transfer.kernels import Kernels
 
 DIGEST_BYTES = 16
-_FAR = 1 << 40
 _COPY_RUN_BYTES = 128 * 1024
 """Longest copy before it is hashed: what was written should still be in the cache."""
 
@@ -36,11 +35,6 @@ class Run:
     @functools.cached_property
     def index(self) -> np.ndarray:
         return np.array(self.units, dtype=np.int64)
-
-    def part(self, first: int, end: int, unit_tokens: int) -> "Run":
-        """Units [first, end) of it; all rows of those before the last of all."""
-        rows = self.rows_in_last if end >= len(self.units) else unit_tokens
-        return Run(self.component, self.units[first:end], rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +86,6 @@ class Pool:
         size = max(layout.total_bytes, mmap.PAGESIZE)
         return cls(layout, memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access)))
 
-    @property
-    def flat(self) -> np.ndarray:
-        """All bytes, as one dimension; shares memory."""
-        return self._flat
-
     def num_layers(self, component: int) -> int:
         return self._planes[component].num_layers
 
@@ -107,24 +96,18 @@ class Pool:
         plane = self._planes[run.component]
         return min(run.units) >= 0 and max(run.units) < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
 
-    def spans(self, run: Run, layers: range, every: int = _FAR) -> np.ndarray:
-        """Where the rows of `run` lie, in wire order: layer after layer, unit after unit, neighbours joined, but none
-        across every so many units. int64 [layers, spans, 2]: first byte and length."""
+    def views(self, run: Run, layer: int) -> list[memoryview]:
+        """The rows of `run` in one layer, in wire order: unit after unit, neighbours joined."""
         plane = self._planes[run.component]
-        base = plane.offset + layers.start * plane.layer_bytes
-        whole = run.index if run.rows_in_last == plane.unit_tokens else run.index[:-1]
-        apart = np.diff(whole, prepend=-2) != 1
-        apart[::every] = True
-        first = np.flatnonzero(apart)
-        counts = np.diff(first, append=len(whole))
-        found = np.stack((base + whole[first] * plane.unit_bytes, counts * plane.unit_bytes), axis=1)
+        base = plane.offset + layer * plane.layer_bytes
+        whole = run.units if run.rows_in_last == plane.unit_tokens else run.units[:-1]
+        views = []
+        for first, count in _runs(whole):
+            start = base + first * plane.unit_bytes
+            views.append(self.bytes[start : start + count * plane.unit_bytes])
         if len(whole) < len(run.units):
-            rest = np.array(_partial(plane, base, run), dtype=np.int64)
-            rest[:, 1] -= rest[:, 0]
-            found = np.concatenate((found, rest))
-        spans = np.repeat(found[None], len(layers), axis=0)
-        spans[:, :, 0] += np.arange(len(layers))[:, None] * plane.layer_bytes
-        return spans
+            views.extend(self.bytes[start:end] for start, end in _partial(plane, base, run))
+        return views
 
     def digests(self, run: Run, layer: int) -> np.ndarray:
         """xxh3-128 of each unit's rows with state in one layer, in order: [units, 16] bytes."""
@@ -178,7 +161,8 @@ class Pool:
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
-        self.bytes[int(self.spans(run, range(layer, layer + 1))[0, 0, 0])] ^= 0xFF
+        view = self.views(run, layer)[0]
+        view[0] ^= 0xFF
 
 
 def _entry(digest: bytes) -> np.ndarray:
@@ -206,6 +190,17 @@ def _partial(plane: _Plane, base: int, run: Run) -> list[tuple[int, int]]:
     start = base + run.units[-1] * plane.unit_bytes
     step, size = plane.unit_tokens * plane.row_bytes, run.rows_in_last * plane.row_bytes
     return [(start + k * step, start + k * step + size) for k in range(plane.segments)]
+
+
+def _runs(units: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first, count) of neighbouring units."""
+    found: list[tuple[int, int]] = []
+    for unit in units:
+        if found and sum(found[-1]) == unit:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((unit, 1))
+    return found
 
 
 def _paired_runs(src: tuple[int, ...], dst: tuple[int, ...], limit: int) -> list[tuple[int, int, int]]:

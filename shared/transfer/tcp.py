@@ -14,7 +14,8 @@ from shared.transfer.formats.catalog import EXACT, available, travels_as
 from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, greeting
 from shared.transfer.pool import Pool, Run
-from shared.transfer.raw_rows import RawRows, Step
+from shared.transfer.raw_rows import RawRows
+from shared.transfer.row_spans import Step
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, wait_for
 from shared.transfer.streams import Streams
 from shared.transfer.wire import Answer, Connection, Header
@@ -103,7 +104,7 @@ class _TcpMover:
                 self._pool.flip_byte(step.run, 0)
 
         return [
-            rows.receive(run, range(piece.num_layers), lambda _step: _check(grant), after)
+            rows.receive(run, range(piece.num_layers), lambda: _check(grant), after)
             for piece, run in zip(grant.pieces, grant.runs, strict=True)
         ]
 
@@ -152,7 +153,7 @@ class _TcpChannel:
 
     def _send_raw(self, runs: list[Run]) -> tuple[Digests, Sent]:
         rows, began = RawRows(self._connection.fileno(), self._pool, apart=self._faults.delay_s > 0), time.monotonic()
-        digests = [rows.send(run, self._layers(run), self._before) for run in runs]
+        digests = [rows.send(run, self._layers(run), self._pause) for run in runs]
         components = self._pool.layout.components
         num_bytes = sum(payload_bytes(components[run.component], len(run.units), run.rows_in_last) for run in runs)
         return digests, Sent(num_bytes, time.monotonic() - began)
@@ -170,11 +171,7 @@ class _TcpChannel:
     def _layers(self, run: Run) -> range:
         return range(self._pool.num_layers(run.component))
 
-    def _before(self, step: Step) -> None:
-        if step.first_unit == 0:
-            self._pause()
-
-    def _pause(self) -> None:
+    def _pause(self, _num_bytes: int) -> None:
         if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
             raise PeerLost("aborted")
 

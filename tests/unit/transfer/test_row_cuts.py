@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
-from shared.transfer import coded_rows, raw_rows
+from shared.transfer import coded_rows
 from shared.transfer.pool import Pool, Run
+from shared.transfer.row_spans import spans_of, steps_of
 
 UNITS = 40
 
@@ -52,22 +53,28 @@ def test_blocks_hold_every_row_once(case: tuple[Pool, Run, range]) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@given(case=runs())
-def test_steps_are_the_piece_in_wire_order(case: tuple[Pool, Run, range], apart: bool) -> None:
+@given(case=runs(), step_bytes=st.sampled_from((1, 1000, 64 << 10, 512 << 10)))
+def test_steps_are_the_piece_in_wire_order(case: tuple[Pool, Run, range], step_bytes: int, apart: bool) -> None:
     pool, run, layers = case
-    cut = raw_rows.steps_of(pool, run, layers, apart=apart)
-    assert joined(cut.spans) == joined(
-        np.concatenate([pool.spans(run, range(layer, layer + 1))[0] for layer in layers])
-    )
+    cut = steps_of(pool.layout, run, layers, step_bytes, apart=apart)
+    whole = [begin_and_size(pool, view) for layer in layers for view in pool.views(run, layer)]
+    assert joined(cut.spans) == joined(np.array(whole))
     at = 0
     for step in cut.steps:
         assert step.run.units == run.units[step.first_unit : step.first_unit + len(step.run.units)]
         assert len(step.layers) == 1 or not apart
+        assert step.num_bytes <= step_bytes or len(step.run.units) == len(step.layers) == 1
         assert step.spans.start == at
         at = step.spans.stop
-        own = pool.spans(step.run, step.layers).reshape(-1, 2)
-        assert joined(cut.spans[step.spans.start : step.spans.stop]) == joined(own)
+        own, its = spans_of(pool.layout, step.run, step.layers).reshape(-1, 2), cut.spans[step.spans.start : at]
+        assert joined(its) == joined(own)
+        assert step.num_bytes == its[:, 1].sum()
     assert at == len(cut.spans)
+
+
+def begin_and_size(pool: Pool, view: memoryview) -> tuple[int, int]:
+    begin = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return begin - np.frombuffer(pool.bytes, dtype=np.uint8).__array_interface__["data"][0], len(view)
 
 
 def joined(spans: np.ndarray) -> list[list[int]]:

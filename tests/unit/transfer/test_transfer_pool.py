@@ -77,8 +77,7 @@ def test_a_copy_moves_the_rows_with_state_and_nothing_else(
         assert rows_of(target, mine, layer) == wanted
         assert [one.tobytes() for one in digests] == [xxhash.xxh3_128_digest(rows) for rows in wanted]
         assert digests.tobytes() == target.digests(mine, layer).tobytes() == source.digests(theirs, layer).tobytes()
-        spans = source.spans(theirs, range(layer, layer + 1))[0].tolist()
-        assert b"".join(source.bytes[begin : begin + size] for begin, size in spans) == b"".join(wanted)
+        assert b"".join(source.views(theirs, layer)) == b"".join(wanted)
     changed = sum(a != b for a, b in zip(before, bytes(target.bytes), strict=True))
     assert changed <= payload(layout, mine)
     # Put the rows back: then nothing differs.
