@@ -5,7 +5,7 @@ bytes digests them: the sender's while they leave, the receiver's a step behind.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,7 +72,7 @@ class RawRows:
             return
         beside = ThreadPoolExecutor(1, thread_name_prefix="digest")
         try:
-            digested = []
+            digested: list[Future[None]] = []
             yield lambda step: digested.append(beside.submit(digest, step))
             for one in digested:
                 one.result()
