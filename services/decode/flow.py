@@ -33,6 +33,7 @@ from shared.runtime.errors import (
     error_from_code,
 )
 from shared.runtime.scope import until
+from shared.transfer.formats.agree import accepted
 from shared.transfer.ledger import state_bytes
 from shared.transfer.link import Link
 from shared.worker.notices import tell_failure
@@ -72,7 +73,8 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     d.engine.start_local(ticket.key)
                 else:
                     units = d.engine.unit_tables(ticket.key)
-                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, ticket.held_len)
+                    formats, held_len = accepted(ticket.order.kv_precision), ticket.held_len
+                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, held_len, formats)
                     await _publish_destination(d, ticket)
                     record = await _await_record(d, ticket)
                     _check_record(ticket, record)
@@ -157,13 +159,17 @@ async def _await_record(d: DecodeFlow, ticket: DecodeTicket) -> Commit:
 
 
 def _check_record(ticket: DecodeTicket, record: Commit) -> None:
-    """Raises ProtocolError unless it speaks of this prompt and has token 0 of each choice."""
+    """Raises ProtocolError unless it speaks of this prompt, has token 0 of each choice, and names no wire format that
+    was not asked for."""
     if record.prompt_len != len(ticket.order.prompt):
         raise ProtocolError(
             f"the record speaks of {record.prompt_len} tokens, the prompt has {len(ticket.order.prompt)}"
         )
     if [first.choice for first in record.first] != list(range(len(ticket.choices))):
         raise ProtocolError(f"the record has not one token for each of {len(ticket.choices)} choices, in order")
+    formats = {record.wire_format, *(one.wire_format for one in record.on_wire)}
+    if unasked := formats - set(accepted(ticket.order.kv_precision)):
+        raise ProtocolError(f"the state came as {min(unasked)}; asked for was {ticket.order.kv_precision}")
 
 
 def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
@@ -200,6 +206,7 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "commit_s": 0.0 if ticket.filling_at is None else now - ticket.filling_at,
             "bytes": tuple((c.name, c.num_bytes) for c in record.components),
             "wire_format": record.wire_format,
+            "wire_bytes": tuple((one.name, one.num_bytes) for one in record.on_wire),
             "backend": record.timings.backend,
         }
     )

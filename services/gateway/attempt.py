@@ -79,6 +79,7 @@ def orders_of(
         sampling=request.sampling,
         remaining_s=remaining_s,
         waited_s=waited_s,
+        kv_precision=request.kv_precision,
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:
@@ -94,5 +95,6 @@ def orders_of(
         sampling=request.sampling,
         remaining_s=remaining_s,
         waited_s=waited_s,
+        kv_precision=request.kv_precision,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))

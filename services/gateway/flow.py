@@ -207,6 +207,7 @@ class RequestFlow:
     def timings(self) -> dict[str, object]:
         return self._watch.as_dict() | {
             "path": self._path,
+            "kv_precision": self._request.kv_precision,
             "attempts": self._attempt.generation if self._attempt else 0,
         }
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shared.protocol.messages import FinishReason, SamplingSpec, TokenLogprob
+from shared.protocol.messages import FinishReason, KvPrecision, SamplingSpec, TokenLogprob
 
 PathPolicy = Literal["auto", "remote", "local"]
 DEFAULT_TENANT = "default"
@@ -26,6 +26,7 @@ class GenerationRequest:
     strict: bool = False
     timeout_s: float = 600.0
     tenant: str = DEFAULT_TENANT
+    kv_precision: KvPrecision = "lossless"
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Stopwatch:
             "num_tokens": self._num_tokens,
             "bytes": dict(ticket.bytes),
             "wire_format": ticket.wire_format,
+            "wire_bytes": dict(ticket.wire_bytes),
             "backend": ticket.backend,
             "recoveries": 0,
         }

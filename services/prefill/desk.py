@@ -4,6 +4,7 @@ import asyncio
 
 from services.prefill import flow
 from services.prefill.ticket import PrefillTicket
+from services.prefill.wire_choice import WireChoice
 from shared.engine.api import Engine, StepOutput
 from shared.machines import prefill as machine
 from shared.machines.stepping import Cause
@@ -37,7 +38,8 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         super().__init__(deps, engine, link)
         self._arrived: dict[int, asyncio.Event] = {}
         self._num_held = 0
-        self._flow = flow.PrefillFlow(deps, engine, link, settings or flow.PrefillFlowSettings())
+        wire = WireChoice(engine.layout, link, deps.counters)
+        self._flow = flow.PrefillFlow(deps, engine, link, wire, settings or flow.PrefillFlowSettings())
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from services.prefill.ticket import PrefillTicket
+from services.prefill.wire_choice import WireChoice
 from shared.bus.ask import ask
 from shared.engine.api import ChunkDone, Engine
 from shared.machines import prefill as machine
@@ -40,6 +41,7 @@ from shared.runtime.errors import (
 )
 from shared.runtime.overlap import Overlap, choose_cut
 from shared.runtime.scope import until
+from shared.transfer.formats.agree import ran
 from shared.transfer.link import Link, OwnSidecarLost
 from shared.worker.notices import tell_failure
 
@@ -69,6 +71,7 @@ class PrefillFlow:
     deps: Deps
     engine: Engine
     link: Link
+    wire: WireChoice
     settings: PrefillFlowSettings = PrefillFlowSettings()
 
 
@@ -83,8 +86,10 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                     p.engine.compute_ahead(ticket.key, p.settings.optimistic_attempts)
                 destination = await _await_destination(p, ticket)
                 asked_at = p.deps.clock.now()
-                first, computed_at = await _compute_and_send(p, ticket, destination)
+                wire_format = p.wire.choose(ticket.order, destination.link)
+                first, computed_at = await _compute_and_send(p, ticket, destination, wire_format)
                 begun_at = max(asked_at, p.engine.begun_at(ticket.key) or asked_at)  # before: it was computed ahead
+                p.wire.computed(len(ticket.order.prompt), computed_at - begun_at)
                 timings = PrefillTimings(
                     queue_s=begun_at - ticket.granted_at,
                     prefill_s=computed_at - begun_at,
@@ -160,7 +165,7 @@ async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStat
 
 
 async def _compute_and_send(
-    p: PrefillFlow, ticket: PrefillTicket, destination: Destination
+    p: PrefillFlow, ticket: PrefillTicket, destination: Destination, wire_format: str
 ) -> tuple[tuple[FirstToken, ...], float]:
     """Prefills in chunks; while the pages of a chunk, or of some of its layers, travel, the engine goes on computing.
     What was computed ahead comes as one chunk. Returns the handoff tokens and when they were there. If the first token
@@ -174,16 +179,18 @@ async def _compute_and_send(
                 last = chunk.first, p.deps.clock.now()
                 p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
             if chunk.pieces and not one_token and not _all_finished(chunk):
-                await _send(p, ticket, destination, chunk)
+                await _send(p, ticket, destination, chunk, wire_format)
     if last is None:
         raise EngineError("the engine ended a prompt without a first token")
     return last
 
 
-async def _send(p: PrefillFlow, ticket: PrefillTicket, destination: Destination, chunk: ChunkDone) -> None:
+async def _send(
+    p: PrefillFlow, ticket: PrefillTicket, destination: Destination, chunk: ChunkDone, wire_format: str
+) -> None:
     """Hands the chunk's state over. Where the two sidecars lose each other, nobody can tell which end is cut off."""
     try:
-        await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces)
+        await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces, wire_format)
     except PeerLost as error:
         error.by = "prefill" if isinstance(error, OwnSidecarLost) else "link"
         raise
@@ -216,7 +223,8 @@ async def _commit_record(
     p: PrefillFlow, ticket: PrefillTicket, first: tuple[FirstToken, ...], timings: PrefillTimings
 ) -> Commit:
     """What D needs to take over: N, token 0 of each choice, and what was sent, by component."""
-    receipt = await p.link.sent(ticket.key)
+    receipt, on_wire = await p.link.sent(ticket.key), p.link.on_wire(ticket.key)
+    p.wire.ran(on_wire)
     return Commit(
         room=ticket.key.room,
         generation=ticket.key.generation,
@@ -224,6 +232,8 @@ async def _commit_record(
         prompt_len=len(ticket.order.prompt),
         first=first,
         components=tuple(ComponentDigest(name=c.name, num_bytes=c.num_bytes, digest=c.digest) for c in receipt),
+        wire_format=ran(on_wire),
+        on_wire=on_wire,
         timings=timings,
     )
 

@@ -38,6 +38,7 @@ from shared.transfer.control import (
 )
 from shared.transfer.control_socket import ControlSocket
 from shared.transfer.door import Door
+from shared.transfer.formats.catalog import load_formats
 from shared.transfer.kernels import load_kernels
 from shared.transfer.link import TicketKey
 from shared.transfer.outbox import Outbox
@@ -45,6 +46,7 @@ from shared.transfer.pool import Pool
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
 from shared.transfer.warm import Warmer
+from shared.transfer.wire_book import on_wire_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class Sidecar:
         self._control: ControlSocket | None = None
         self._loop = asyncio.get_running_loop()
         self._boot_id, self._host = new_boot_id(), socket.gethostname()
-        self._pool_fd = pool_fd
+        self._pool_fd, self._layout = pool_fd, attach.layout
         pool = self._pool = Pool.map(pool_fd, attach.layout, writable=True)
         self._warmer = Warmer(pool)
         self._door = Door(attach.layout, self._on_first_bytes)
@@ -126,6 +128,7 @@ class Sidecar:
     async def _compile(self) -> None:
         # Until then bytes move without.
         self._pool.kernels = await asyncio.to_thread(load_kernels)
+        await asyncio.to_thread(load_formats, self._settings.formats)
 
     async def _report(self) -> None:
         # The NATS client takes longer to import than all the rest, and moving bytes does not wait for it.
@@ -165,7 +168,17 @@ class Sidecar:
             )
         if wanted in ("auto", "tcp"):
             host = settings.listen_host or settings.tcp_host
-            tcp = TcpBackend(pool, self._door, self._boot_id, host, settings.tcp_port, timing, faults)
+            tcp = TcpBackend(
+                pool,
+                self._door,
+                self._boot_id,
+                host,
+                settings.tcp_port,
+                timing,
+                faults,
+                settings.formats,
+                settings.tcp_streams,
+            )
             self._port = tcp.port
             found.append(tcp)
         return tuple(found)
@@ -177,6 +190,7 @@ class Sidecar:
             port=self._port,
             socket=self._socket,
             backends=tuple(backend.name for backend in self._backends),
+            formats=self._settings.formats,
         )
 
     async def _answer(self, message: Open | Send | Ask | Ping) -> None:
@@ -194,12 +208,15 @@ class Sidecar:
         if isinstance(message, Ping):
             return done.model_copy(update={"counters": self._counters()})
         if isinstance(message, Open):
-            self._door.open(message.key, message.secret, message.units, message.held_len)
+            self._door.open(message.key, message.secret, message.units, message.held_len, message.formats)
             self._warmer.soon(message.units)
             return done
         if isinstance(message, Send):
-            await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)
-            return done
+            wire = await self._outbox.send(
+                message.key, message.secret, message.peer, message.pieces, self._complete, message.wire_format
+            )
+            on_wire = on_wire_of(self._layout.components, message.pieces, wire)
+            return done.model_copy(update={"on_wire": on_wire, "bytes_per_s": wire.bytes_per_s})
         if message.kind == "received":
             return done.model_copy(update={"receipt": digests_of(self._door.received(message.key, message.rank))})
         if message.kind == "sent":

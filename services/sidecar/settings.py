@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shared.runtime.settings import SidecarSettings
 from shared.transfer.backend import Faults, Timing
+from shared.transfer.formats.catalog import offered
 
 
 class SidecarProcessSettings(SidecarSettings):
@@ -14,6 +15,16 @@ class SidecarProcessSettings(SidecarSettings):
 
     control_fd: Annotated[int, Field(ge=3)] = Field(description="connected unix socket to the worker")
     nats_url: str = Field("nats://127.0.0.1:4222", description="where nats-server listens; empty: no reports")
+
+    @field_validator("wire_formats")
+    @classmethod
+    def _known_formats(cls, value: str) -> str:
+        offered(value)
+        return value
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return offered(self.wire_formats)
 
     @property
     def directory(self) -> Path:

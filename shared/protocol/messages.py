@@ -28,6 +28,10 @@ Note = Annotated[str, AfterValidator(lambda text: text[:_MAX_NOTE_LEN])]
 Leg = Annotated[str, Field(pattern=r"^(|prefill|decode|gateway|link)$")]
 Code = Annotated[str, Field(pattern=r"^[a-z_]{0,40}$")]
 Secret = Annotated[PackedBytes, Field(max_length=64)]
+FormatName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,16}$")]
+KvPrecision = Literal["lossless", "raw", "fp16", "fp8", "int8", "delta", "auto"]
+"""How a request's state may travel: in this format or, where that is not to be had, in an exact one. `auto`: in
+whatever format pays."""
 
 
 class WireModel(BaseModel):
@@ -79,6 +83,8 @@ class LinkAddress(WireModel):
     socket: str
     """Name of its socket in the IPC directory; peers that can open it are on the same host."""
     backends: tuple[str, ...]
+    formats: Annotated[tuple[FormatName, ...], Field(max_length=32)] = ("raw",)
+    """Wire formats it can write and read."""
 
 
 class Geometry(WireModel):
@@ -111,6 +117,7 @@ class Reserve(TicketMessage):
     remaining_s: Seconds
     waited_s: Seconds = 0.0
     """How old the request is: who has waited longest comes first."""
+    kv_precision: KvPrecision = "lossless"
 
 
 class Prefill(TicketMessage):
@@ -127,6 +134,7 @@ class Prefill(TicketMessage):
     remaining_s: Seconds
     waited_s: Seconds = 0.0
     """How old the request is: who has waited longest comes first."""
+    kv_precision: KvPrecision = "lossless"
 
 
 class Verdict(WireModel):
@@ -186,6 +194,14 @@ class ComponentDigest(WireModel):
     digest: str
 
 
+class OnWire(WireModel):
+    """How the rows of one component travelled, and in how many bytes."""
+
+    name: str
+    wire_format: FormatName
+    num_bytes: Annotated[int, Field(ge=0)]
+
+
 class PrefillTimings(WireModel):
     """Seconds as P saw them."""
 
@@ -204,7 +220,9 @@ class Commit(TicketMessage):
     prompt_len: Annotated[int, Field(ge=1)]
     first: tuple[FirstToken, ...]
     components: tuple[ComponentDigest, ...]
-    wire_format: str = "raw"
+    wire_format: FormatName = "raw"
+    """What ran, which need not be what was asked for."""
+    on_wire: tuple[OnWire, ...] = ()
     timings: PrefillTimings = PrefillTimings()
 
 
@@ -242,6 +260,7 @@ class TicketTimings(WireModel):
     commit_s: Seconds = 0.0
     bytes: tuple[tuple[str, int], ...] = ()
     wire_format: str | None = None
+    wire_bytes: tuple[tuple[str, int], ...] = ()
     backend: str | None = None
 
 

@@ -118,6 +118,10 @@ class SidecarSettings(LinkSettings):
 
     stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
     peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
+    tcp_streams: Annotated[int, Field(ge=1, le=16)] = Field(
+        1, description="connections over which a large transfer travels side by side; each takes a core on both sides"
+    )
+    wire_formats: str = Field("", description="wire formats it offers, as in raw,lossless. Default: all it can")
     faults: str = Field("", description="injected faults, for tests")
 
 
@@ -229,6 +233,9 @@ class GatewaySettings(CommonSettings):
     max_active: Positive = Field(2048, description="requests in hand at once; one more is answered 429")
     mode: Mode = Field("separated", description="as the workers'; where it is not separated, all prompts are local")
     path: Literal["auto", "remote", "local"] = Field("auto", description="where a request without `path` prefills")
+    kv_precision: Literal["lossless", "raw", "fp16", "fp8", "int8", "delta", "auto"] = Field(
+        "lossless", description="wire format of requests that name none; auto: a smaller one where the link is slow"
+    )
     worker_timeout_s: Seconds = Field(2.0, description="a worker silent for so long is taken for lost")
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")

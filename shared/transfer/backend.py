@@ -6,7 +6,7 @@ never holds an event loop.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import numpy as np
@@ -19,6 +19,20 @@ Digests = list[list[np.ndarray]]
 """xxh3-128 by piece and layer: [units, 16] bytes."""
 
 
+@dataclass(slots=True)
+class Wire:
+    """How the rows of a transfer travel. wanted: the format that both sides agreed on. The rest is entered by a channel
+    that codes; a way that gains nothing by it moves rows as they are. used: format and bytes of each component that was
+    coded. bytes_per_s: of the link, where enough went over it to tell."""
+
+    wanted: str = "raw"
+    used: dict[int, tuple[str, int]] = field(default_factory=dict)
+    bytes_per_s: float | None = None
+
+    def add(self, component: int, name: str, num_bytes: int) -> None:
+        self.used[component] = name, num_bytes + self.used.get(component, (name, 0))[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """One transfer: the right to make it, and what to move. go_on(num_bytes): called before each burst, blocks until it
@@ -27,6 +41,7 @@ class Manifest:
     key: TicketKey
     secret: bytes
     pieces: tuple[Piece, ...]
+    wire: Wire = field(default_factory=Wire)
     go_on: Callable[[int], None] | None = None
 
 

@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, Room, WireModel
+from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits, as_json
 from shared.state.layout import PoolLayout
+from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -46,6 +47,7 @@ class Open(Request):
     secret: PackedBytes
     units: tuple[PackedUnits, ...]
     held_len: int = 0
+    formats: tuple[str, ...] = EXACT_FORMATS
 
 
 class Send(Request):
@@ -53,6 +55,7 @@ class Send(Request):
     secret: PackedBytes
     peer: LinkAddress
     pieces: tuple[Piece, ...]
+    wire_format: str = "raw"
 
 
 class Ask(Request):
@@ -74,6 +77,9 @@ class Reply(WireModel):
     receipt: tuple[ComponentDigest, ...] = ()
     counters: dict[str, int] = Field(default_factory=dict)
     """In the answer to a ping."""
+    on_wire: tuple[OnWire, ...] = ()
+    bytes_per_s: float | None = None
+    """Of the link this time. Both in the answer to a send."""
 
 
 class Moving(WireModel):

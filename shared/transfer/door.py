@@ -26,6 +26,7 @@ from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
+from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
 from shared.transfer.pool import Run, units_array
@@ -78,6 +79,7 @@ class Grant:
     stopped: Stop
     stop: Callable[[], None]
     fit: Fit | None = None
+    wire_format: str = "raw"
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class _Entry:
     secret: bytes
     units: tuple[np.ndarray, ...]
     held_len: int
+    formats: tuple[str, ...]
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     """By the sender's rank."""
     grants: list[Grant] = field(default_factory=list)
@@ -104,9 +107,16 @@ class Door:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._counters: Counter[str] = Counter()
 
-    def open(self, key: TicketKey, secret: bytes, units: Sequence[Sequence[int]], held_len: int = 0) -> None:
-        """The pages of the first `held_len` positions stay as they are. Raises InvalidRequest for units outside the
-        pool or named twice, and for a key that is open."""
+    def open(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        units: Sequence[Sequence[int]],
+        held_len: int = 0,
+        formats: tuple[str, ...] = EXACT_FORMATS,
+    ) -> None:
+        """The pages of the first `held_len` positions stay as they are. formats: what the bytes of the others may come
+        as. Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
         components = self.layout.components
         if len(units) != len(components) or not secret:
             raise InvalidRequest("a ticket needs a secret and one table for each component")
@@ -116,7 +126,7 @@ class Door:
         with self._lock:
             if key in self._entries:
                 raise InvalidRequest("the ticket is open")
-            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, tables, held_len)
+            self._entries[key] = _Entry(ReceivingTicket(key.generation), secret, tables, held_len, formats)
             self._live[key.room] += 1
 
     def admit(
@@ -137,6 +147,8 @@ class Door:
             entry = self._find(key)
             if not hmac.compare_digest(sign(entry.secret, nonce, header.sequence, raw), mac):
                 raise Refused("bad_mac")
+            if header.wire_format not in entry.formats:
+                raise Refused("bad_format", f"the ticket does not accept {header.wire_format}")
             runs = tuple(self._run(entry, piece, fit) for piece in header.pieces)
             if len(header.pieces) > 1:
                 _check_overlap(header.pieces)
@@ -149,7 +161,7 @@ class Door:
             entry.ticket = moved.ticket
             for piece in header.pieces:
                 ledger.drop(piece.component, piece.first_unit, piece.num_units, piece.layers)
-            grant = Grant(key, backend, header.pieces, runs, Stop(), stop, fit)
+            grant = Grant(key, backend, header.pieces, runs, Stop(), stop, fit, header.wire_format)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:

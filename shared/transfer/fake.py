@@ -9,13 +9,15 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.messages import LinkAddress, OnWire
 from shared.runtime.errors import GeometryMismatch, PeerLost, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.fake_copy import LayerCopy
+from shared.transfer.formats.agree import EXACT_FORMATS
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.ledger import Ledger
 from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.mishap import Mishap as Mishap
@@ -97,8 +99,9 @@ class FakeLink:
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
         held_len: int = 0,
+        formats: tuple[str, ...] = EXACT_FORMATS,
     ) -> None:
-        self.door.open(key, secret, units, held_len)
+        self.door.open(key, secret, units, held_len, formats)
         self._first_bytes[key] = on_first_bytes
         self._open_units[key] = units
 
@@ -115,7 +118,9 @@ class FakeLink:
         self._open_units.pop(key, None)
         self._received_backend.pop(key, None)
 
-    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+    async def send(
+        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], wire_format: str = EXACT
+    ) -> None:
         ticket = self._sending.setdefault(key, _Outgoing())
         ticket.under_way.append(pieces)
         task = asyncio.get_running_loop().create_task(self._send(ticket, key, secret, peer, pieces))
@@ -165,6 +170,15 @@ class FakeLink:
     def actual_backend(self, key: TicketKey) -> str | None:
         ticket = self._sending.get(key)
         return _NAME if ticket is not None and ticket.moved else self._received_backend.get(key)
+
+    def on_wire(self, key: TicketKey) -> tuple[OnWire, ...]:
+        """Nothing is ever coded here."""
+        ticket = self._sending.get(key)
+        sent = [c for ledger in ticket.ledgers.values() for c in ledger.receipt() if c.num_bytes] if ticket else []
+        return tuple(OnWire(name=c.name, wire_format=EXACT, num_bytes=c.num_bytes) for c in sent)
+
+    def rate(self, peer: LinkAddress) -> float | None:
+        return None
 
     def touched(self) -> list[Touch]:
         """Every unit that is not quiet, as far as this link is concerned."""

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.messages import LinkAddress, OnWire
 from shared.protocol.packing import PackedUnits
 from shared.runtime.errors import PeerLost
+from shared.transfer.formats.agree import EXACT_FORMATS
+from shared.transfer.formats.catalog import EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Piece:
 class ComponentReceipt:
     """What was moved of one component: payload bytes, and the digest: xxh3-128 (hex) over the xxh3-128 digests of every
     (layer, logical unit) in that order, each over the raw bytes of the rows that carry state. Units are the sender's,
-    and of its heads only those count that went to this receiver."""
+    and of its heads only those count that went to this receiver. Of what came in a lossy wire format each is that of
+    the block, as it travelled, that the unit was in."""
 
     name: str
     num_bytes: int
@@ -77,10 +80,11 @@ class Link(Protocol):
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
         held_len: int = 0,
+        formats: tuple[str, ...] = EXACT_FORMATS,
     ) -> None:
         """Receiver: from now on peers that know `secret` may fill these physical units (per component, in logical
-        order), but for the pages of the first `held_len` positions. `on_first_bytes` is called once on the loop when
-        the first transfer is accepted."""
+        order), but for the pages of the first `held_len` positions, in no wire format but these. `on_first_bytes` is
+        called once on the loop when the first transfer is accepted."""
 
     async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:
         """Receiver: what has landed so far, counted in the sender's units. Raises UnknownRoom for a key that is not
@@ -90,10 +94,13 @@ class Link(Protocol):
         """Receiver: closes the ticket; when it returns no byte of it will be written any more. Idempotent; an unknown
         key is already quiesced. If the sidecar died, its death is the proof and this returns."""
 
-    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+    async def send(
+        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], wire_format: str = EXACT
+    ) -> None:
         """Sender: returns when the receiver's sidecar has confirmed that all rows landed, raises if it did not happen.
         The source units must hold still until then. Several sends of one ticket may be under way; they are carried
-        out in the order of the calls."""
+        out in the order of the calls. wire_format: what both sides have and the ticket accepts; where the way gains
+        nothing by it rows travel as they are."""
 
     async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
         """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes. rank: of the
@@ -105,5 +112,11 @@ class Link(Protocol):
 
     def actual_backend(self, key: TicketKey) -> str | None:
         """The backend that moved (or moves) the ticket's bytes: `shm`, `tcp` …, None before the first byte."""
+
+    def on_wire(self, key: TicketKey) -> tuple[OnWire, ...]:
+        """Sender: how each component of which something was sent so far under `key` travelled."""
+
+    def rate(self, peer: LinkAddress) -> float | None:
+        """Sender: bytes a second that the link to that boot of a peer took lately; None where it was not measured."""
 
     async def close(self) -> None: ...

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from shared.runtime.errors import GeometryMismatch, PeerLost, TransferError, TransferRefused
+from shared.runtime.errors import Corrupt, GeometryMismatch, PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests, Timing
@@ -48,7 +48,8 @@ class Mover(Protocol):
         """From another thread: makes `land` end soon. The grant is marked as stopped already."""
 
     def land(self, grant: Grant) -> Digests:
-        """Writes the units of the grant and returns the digests of what was written. Gives up once it is stopped."""
+        """Writes the units of the grant and returns the digests of what was written. Gives up once it is stopped.
+        Raises Corrupt where what came is damaged but the connection can go on."""
 
 
 class Listener:
@@ -161,6 +162,9 @@ class Listener:
         try:
             digests = mover.land(grant)
             done = self._door.landed(grant, digests)
+        except Corrupt as error:
+            self._door.count(f"failed_{error.code}")
+            return Answer(ok=False, reason=error.code, message=error.message).model_dump_json().encode()
         finally:
             self._door.leave(grant)
         if not done:

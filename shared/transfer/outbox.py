@@ -16,7 +16,8 @@ from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
-from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
+from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest, Wire
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.sending import travelling
@@ -67,17 +68,27 @@ class Outbox:
         self.counters: Counter[str] = Counter()
 
     async def send(
-        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], event: Event
-    ) -> None:
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        event: Event,
+        wire_format: str = EXACT,
+    ) -> Wire:
         """Returns when the peer confirmed all of it; raises TransferError otherwise."""
         ticket = self._tickets.get(key)
         if ticket is None:
             ticket = self._tickets[key] = _Outgoing()
         async with ticket.turn:
-            digests, fit = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event)
+            manifest = Manifest(key, secret, pieces, Wire(wire_format))
+            digests, fit = await self._transfer(ticket, peer, manifest, event)
             ledger = self._ledger(ticket, fit)
             for piece, layers in zip(travelling(fit, pieces), digests, strict=True):
                 ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
+        for name, num_bytes in manifest.wire.used.values():
+            self.counters[f"coded_{name}_bytes"] += num_bytes
+        return manifest.wire
 
     def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
         """To a rank of the receiver's, the one of our own number if none is named. Of a key nothing was sent under, an

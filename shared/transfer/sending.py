@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 from shared.protocol.packing import as_json
-from shared.runtime.errors import GeometryMismatch, PeerLost, TransferError, TransferRefused
+from shared.runtime.errors import Corrupt, GeometryMismatch, PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Event, Manifest
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import Piece
 from shared.transfer.pool import Pool, Run
 from shared.transfer.wire import YES, Answer, Connection, Greeting, Header, Hello, WirePiece, parse, sign
@@ -36,13 +37,13 @@ def introduce(
 
 
 def expect_ok(connection: Connection) -> None:
-    """Reads an answer; TransferRefused if it is a no."""
+    """Reads an answer; TransferRefused if it is a no, Corrupt if what came was damaged."""
     body = connection.receive_frame()
     if body == YES:
         return
     answer = parse(Answer, body)
     if not answer.ok:
-        raise TransferRefused(answer.message or answer.reason)
+        raise (Corrupt if answer.reason == Corrupt.code else TransferRefused)(answer.message or answer.reason)
 
 
 def runs_of(pool: Pool, pieces: tuple[Piece, ...]) -> list[Run]:
@@ -84,7 +85,13 @@ def wire_pieces(pool: Pool, pieces: tuple[Piece, ...], *, with_units: bool) -> t
 
 
 def header_frame(
-    manifest: Manifest, pieces: tuple[WirePiece, ...], nonce: bytes, sequence: int, bursts: tuple[int, int] = (0, 0)
+    manifest: Manifest,
+    pieces: tuple[WirePiece, ...],
+    nonce: bytes,
+    sequence: int,
+    *,
+    bursts: tuple[int, int] = (0, 0),
+    wire_format: str = EXACT,
 ) -> bytes:
     """The signed header of one transfer. bursts: their length and number, where the receiver waits before each."""
     key = manifest.key
@@ -95,6 +102,7 @@ def header_frame(
         burst_bytes=bursts[0],
         num_bursts=bursts[1],
         pieces=pieces,
+        wire_format=wire_format,
     )
     raw = as_json(header)
     return sign(manifest.secret, nonce, sequence, raw) + raw

@@ -204,7 +204,7 @@ class _ShmChannel:
 
     def _begin(self, manifest: Manifest, pieces: tuple[Piece, ...], bursts: tuple[int, int] = (0, 0)) -> "_Begun":
         wire = wire_pieces(self._pool, pieces, with_units=True)
-        frame = header_frame(manifest, wire, self._nonce, self._sequence, bursts)
+        frame = header_frame(manifest, wire, self._nonce, self._sequence, bursts=bursts)
         self._sequence += 1
         self._connection.send_frame(frame)
         runs = runs_of(self._pool, pieces)  # the peer, which is at work already, checks it too

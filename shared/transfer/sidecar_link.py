@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.messages import LinkAddress, OnWire
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.transfer.control import Ask, Moving, Open, Reply, Send, receipt_of
+from shared.transfer.formats.agree import EXACT_FORMATS
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import OwnSidecarLost, Piece, Receipt, TicketKey
 from shared.transfer.sidecar_process import SidecarProcess
+from shared.transfer.wire_book import WireBook
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF_S = 5.0
@@ -88,6 +91,7 @@ class SidecarLink:
         self._receiving: dict[TicketKey, tuple[SidecarProcess, Callable[[TicketKey], None]]] = {}
         self._sending: dict[TicketKey, SidecarProcess] = {}
         self._backends: dict[TicketKey, str] = {}
+        self._wires = WireBook()
         self._supervisor: asyncio.Task[None] | None = None
         self.restarts = 0
 
@@ -130,6 +134,7 @@ class SidecarLink:
         units: tuple[tuple[int, ...], ...],
         on_first_bytes: Callable[[TicketKey], None],
         held_len: int = 0,
+        formats: tuple[str, ...] = EXACT_FORMATS,
     ) -> None:
         child = self._alive()
         if key in self._receiving:
@@ -137,7 +142,7 @@ class SidecarLink:
         self._receiving[key] = (child, on_first_bytes)
         id = child.next_id()
         ticket = {"room": key.room, "generation": key.generation}
-        request = Open(id=id, **ticket, secret=secret, units=units, held_len=held_len)
+        request = Open(id=id, **ticket, secret=secret, units=units, held_len=held_len, formats=formats)
         try:
             await child.request(request, id)
         except TransferError:
@@ -161,13 +166,24 @@ class SidecarLink:
             del self._receiving[key]
             self._backends.pop(key, None)
 
-    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+    async def send(
+        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], wire_format: str = EXACT
+    ) -> None:
         child = self._alive()
         if self._sending.setdefault(key, child) is not child:
             raise OwnSidecarLost("the sidecar restarted under the ticket")
         id = child.next_id()
-        request = Send(id=id, room=key.room, generation=key.generation, secret=secret, peer=peer, pieces=pieces)
-        await child.request(request, id)
+        request = Send(
+            id=id,
+            room=key.room,
+            generation=key.generation,
+            secret=secret,
+            peer=peer,
+            pieces=pieces,
+            wire_format=wire_format,
+        )
+        reply = await child.request(request, id)
+        self._wires.sent(key, peer, reply)
 
     async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
         reply = await self._ask("sent", key, self._sending.get(key) or self._alive(), rank)
@@ -181,9 +197,16 @@ class SidecarLink:
         if self._sending.get(key) is child:
             del self._sending[key]
             self._backends.pop(key, None)
+            self._wires.forget(key)
 
     def actual_backend(self, key: TicketKey) -> str | None:
         return self._backends.get(key)
+
+    def on_wire(self, key: TicketKey) -> tuple[OnWire, ...]:
+        return self._wires.of(key)
+
+    def rate(self, peer: LinkAddress) -> float | None:
+        return self._wires.rate(peer)
 
     async def counters(self) -> dict[str, int]:
         """What the sidecar counted since its start: admitted, landed, refused by reason, sent by backend."""

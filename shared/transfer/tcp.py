@@ -1,32 +1,54 @@
-"""Any two hosts: raw bytes over TCP, gathered from the sender's pages and scattered into the receiver's without a copy
-in between."""
+"""Any two hosts, over TCP. Raw rows are gathered from the sender's pages and scattered into the receiver's without a
+copy in between; coded rows pass through the format that the header names."""
 
 import socket
 import threading
+import time
+from collections.abc import Callable, Sequence
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost
+from shared.runtime.errors import Corrupt, PeerLost
 from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing
-from shared.transfer.door import Door, Grant
+from shared.transfer.coded_rows import CodedRows, Sent
+from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.formats.catalog import EXACT, available, travels_as
+from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, Mover, greeting
-from shared.transfer.pool import Pool
+from shared.transfer.pool import Pool, Run
+from shared.transfer.raw_rows import RawRows
 from shared.transfer.regroup import RegroupingMover, source_of
+from shared.transfer.row_spans import Step
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
+from shared.transfer.streams import Streams
 from shared.transfer.wire import Answer, Connection, Header
 
 _BACKLOG = 64
+_LEAST_MEASURED_BYTES = 256 << 10
+"""Of less than this the time is mostly a round trip's."""
 
 
 class TcpBackend:
-    """Listens on `host`; port 0 takes a free one."""
+    """Listens on `host`; port 0 takes a free one. formats: what it reads. streams: connections that a large transfer
+    may take side by side."""
 
     name = "tcp"
 
     def __init__(
-        self, pool: Pool, door: Door, boot_id: str, host: str, port: int, timing: Timing, faults: Faults
+        self,
+        pool: Pool,
+        door: Door,
+        boot_id: str,
+        host: str,
+        port: int,
+        timing: Timing,
+        faults: Faults,
+        formats: tuple[str, ...] | None = None,
+        streams: int = 1,
     ) -> None:
+        self._streams = streams
         self._pool, self._timing, self._faults = pool, timing, faults
+        self._formats = available() if formats is None else formats
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = sock.getsockname()[1]
@@ -36,6 +58,12 @@ class TcpBackend:
         return self.name in peer.backends and peer.port > 0
 
     def connect(self, peer: LinkAddress) -> Channel:
+        first = self._connect(peer)
+        if self._streams == 1:
+            return first
+        return Streams(first, lambda: self._connect(peer), self._streams, self._pool.layout.components)
+
+    def _connect(self, peer: LinkAddress) -> Channel:
         try:
             sock = socket.create_connection((peer.host, peer.port), self._timing.connect_s)
         except OSError as error:
@@ -49,9 +77,8 @@ class TcpBackend:
 
     def _greet(self, connection: Connection) -> Mover:
         _, fit = greeting(connection.receive_frame(), self._pool.layout)
-        if fit is None:
-            return _TcpMover(connection, self._pool, self._faults)
-        return RegroupingMover(fit, self._pool, _TcpMover(connection, self._pool, self._faults))
+        mover = _TcpMover(connection, self._pool, self._faults, self._formats)
+        return mover if fit is None else RegroupingMover(fit, self._pool, mover)
 
 
 class _TcpMover:
@@ -59,11 +86,13 @@ class _TcpMover:
 
     fit = None
 
-    def __init__(self, connection: Connection, pool: Pool, faults: Faults) -> None:
-        self._connection, self._pool, self._faults = connection, pool, faults
+    def __init__(self, connection: Connection, pool: Pool, faults: Faults, formats: tuple[str, ...]) -> None:
+        self._connection, self._pool, self._faults, self._formats = connection, pool, faults, formats
 
     def check(self, header: Header) -> None:
-        """The header names nothing of the sender's."""
+        """The header names nothing of the sender's but the format."""
+        if header.wire_format not in self._formats:
+            raise Refused("bad_format", f"{header.wire_format} is not read here")
 
     def stop(self) -> None:
         """A frozen sender would hold the ticket for ever: without its connection it can write nothing."""
@@ -74,18 +103,37 @@ class _TcpMover:
 
     def land_in(self, pool: Pool, grant: Grant) -> Digests:
         self._connection.send(Answer(ok=True))
+        if grant.wire_format != EXACT:
+            return self._land_coded(pool, grant)
+        rows = RawRows(self._connection.fileno(), pool)
+        spoil = self._faults.corrupt
+
+        def after(step: Step) -> None:
+            if spoil and step.layers.start == step.first_unit == 0:
+                pool.flip_byte(step.run, 0)
+
+        return [
+            rows.receive(run, piece.layers, lambda: _check(grant), after)
+            for piece, run in zip(grant.pieces, grant.runs, strict=True)
+        ]
+
+    def _land_coded(self, pool: Pool, grant: Grant) -> Digests:
         digests: Digests = []
+        rows = CodedRows(self._connection, pool, grant.wire_format)
+        broken: Corrupt | None = None
         for piece, run in zip(grant.pieces, grant.runs, strict=True):
-            layers = []
-            for layer in piece.layers:
-                if grant.stopped.is_set():
-                    raise PeerLost("the ticket was fenced meanwhile")
-                self._connection.receive_all(pool.views(run, layer))
-                if self._faults.corrupt and layer == 0:
-                    pool.flip_byte(run, layer)
-                layers.append(pool.digests(run, layer))
-            digests.append(layers)
+            found, damaged = rows.receive(run, piece.layers, lambda: _check(grant), self._faults.corrupt)
+            digests.append(found)
+            if damaged is not None and broken is None:
+                broken = Corrupt(f"component {pool.layout.components[run.component].name!r}: {damaged}")
+        if broken is not None:
+            raise broken
         return digests
+
+
+def _check(grant: Grant) -> None:
+    if grant.stopped.is_set():
+        raise PeerLost("the ticket was fenced meanwhile")
 
 
 class _TcpChannel:
@@ -99,25 +147,53 @@ class _TcpChannel:
         pieces = travelling(self.fit, manifest.pieces)
         runs = runs_of(self._pool, pieces)
         wait_for(event, self._aborted.is_set)
-        wire = wire_pieces(self._pool, pieces, with_units=False)
-        self._connection.send_frame(header_frame(manifest, wire, self._nonce, self._sequence))
+        wire, wire_format = wire_pieces(self._pool, pieces, with_units=False), manifest.wire.wanted
+        self._connection.send_frame(header_frame(manifest, wire, self._nonce, self._sequence, wire_format=wire_format))
         self._sequence += 1
         expect_ok(self._connection)
         pool, read = source_of(self.fit, self._pool, runs, wire)
-        digests: Digests = []
-        for run in read:
-            layers = []
-            for layer in run.layers:
-                if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
-                    raise PeerLost("aborted")
-                layers.append(pool.digests(run, layer))
-                self._connection.send_all(pool.views(run, layer))
-            digests.append(layers)
+        send = self._send_raw if wire_format == EXACT else self._send_coded
+        digests, sent = send(pool, read, manifest)
+        began = time.monotonic()
         expect_ok(self._connection)
+        spent_s = sent.spent_s + time.monotonic() - began
+        if sent.num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0:
+            manifest.wire.bytes_per_s = sent.num_bytes / spent_s
         return digests
 
     def begin(self, manifest: Manifest) -> Begun | None:
         return None
+
+    def _send_raw(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, Sent]:
+        rows, began = RawRows(self._connection.fileno(), pool, apart=self._faults.delay_s > 0), time.monotonic()
+        digests = [rows.send(run, run.layers, self._before(manifest)) for run in runs]
+        components = pool.layout.components
+        num_bytes = sum(
+            payload_bytes(components[run.component], len(run.units), run.rows_in_last, len(run.layers)) for run in runs
+        )
+        return digests, Sent(num_bytes, time.monotonic() - began)
+
+    def _send_coded(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, Sent]:
+        digests: Digests = []
+        rows, total = CodedRows(self._connection, pool, manifest.wire.wanted), Sent()
+        for run in runs:
+            found, sent = rows.send(run, run.layers, self._before(manifest))
+            digests.append(found)
+            total += sent
+            component = pool.layout.components[run.component]
+            manifest.wire.add(run.component, travels_as(rows.name, component), sent.num_bytes)
+        return digests, total
+
+    def _before(self, manifest: Manifest) -> Callable[[int], None]:
+        """What is called before each burst."""
+
+        def pause(num_bytes: int) -> None:
+            if manifest.go_on is not None:
+                manifest.go_on(num_bytes)
+            if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
+                raise PeerLost("aborted")
+
+        return pause
 
     def abort(self) -> None:
         self._aborted.set()

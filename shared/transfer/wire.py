@@ -9,8 +9,9 @@
     sender    a byte     over shm, before each burst, if the header says so (`permits.py`)
     receiver  Answer     everything landed, or why not
 
-The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state. Units are
-the sender's. Where the receiver cuts its state otherwise, both know from the layouts what of it goes this way.
+The order of bytes: piece after piece, layer after layer, logical unit after unit, only rows that carry state; in a wire
+format other than raw piece after piece, blocks behind their lengths (`coded_rows.py`). Units are the sender's. Where
+the receiver cuts its state otherwise, both know from the layouts what of it goes this way.
 """
 
 import hmac
@@ -23,7 +24,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.protocol.messages import Generation, Room, WireModel
+from shared.protocol.messages import FormatName, Generation, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits
 from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
@@ -76,6 +77,8 @@ class Header(WireModel):
     burst_bytes: int = 0
     num_bursts: int = 0
     pieces: tuple[WirePiece, ...]
+    wire_format: FormatName = "raw"
+    """Over tcp only."""
 
 
 class Answer(WireModel):
@@ -132,6 +135,9 @@ class Connection:
     def close(self) -> None:
         self.abort()
         self._sock.close()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def is_idle(self) -> bool:
         """Whether the peer is there and has sent nothing: a connection kept for later may have died meanwhile."""

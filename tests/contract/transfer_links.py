@@ -78,11 +78,13 @@ class Pair:
 class Wanted:
     delay_s: float = 0.0
     corrupt: bool = False
+    wire_formats: str = ""
 
     @property
     def flags(self) -> tuple[str, ...]:
         given = [f"transfer.delay_s={self.delay_s}"] * bool(self.delay_s) + ["transfer.corrupt=1"] * self.corrupt
-        return ("--faults", ",".join(given)) if given else ()
+        faults = ("--faults", ",".join(given)) if given else ()
+        return (*faults, "--wire-formats", self.wire_formats) if self.wire_formats else faults
 
 
 async def sidecar_side(options: SidecarOptions, layout: PoolLayout = LAYOUT) -> Side:

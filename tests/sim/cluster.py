@@ -10,7 +10,7 @@ from services.gateway.generation import GenerationRequest, PathPolicy
 from services.prefill.flow import PrefillFlowSettings
 from shared.bus.memory import Envelope, MemoryHub
 from shared.engine.settings import EngineSettings
-from shared.protocol.messages import SamplingSpec
+from shared.protocol.messages import KvPrecision, SamplingSpec
 from shared.runtime.errors import BatonError
 from shared.runtime.mode import Mode
 from shared.runtime.overlap import Overlap
@@ -125,6 +125,7 @@ class Cluster:
         path: PathPolicy = "auto",
         strict: bool = False,
         timeout_s: float = 60.0,
+        kv_precision: KvPrecision = "lossless",
         stop_after: dict[int, int] | None = None,
         leave_after: int | None = None,
         **sampling: Any,
@@ -132,7 +133,7 @@ class Cluster:
         """A client. stop_after: choice -> tokens after which the text side stops it. leave_after: batches after
         which the client goes away."""
         spec = SamplingSpec(**({"temperature": 0.0, "max_tokens": 8} | sampling))
-        request = GenerationRequest("req-sim", tuple(prompt), spec, path, strict, timeout_s)
+        request = GenerationRequest("req-sim", tuple(prompt), spec, path, strict, timeout_s, kv_precision=kv_precision)
         generation = self.gateway.flow.generate(request)
         answer = Answer([[] for _ in range(spec.n)], [None] * spec.n)
         batches = 0

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from services.gateway.generation import PathPolicy
+from shared.protocol.messages import KvPrecision
 from shared.runtime.mode import Mode
 from shared.runtime.settings import GatewaySettings
 
@@ -21,6 +22,7 @@ class HttpLimits:
     default_max_tokens: int | None = None
     """For requests that name none; None: what is left of the context."""
     default_path: PathPolicy = "auto"
+    default_kv_precision: KvPrecision = "lossless"
     mode: Mode = "separated"
     request_timeout_s: float = 600.0
     read_timeout_s: float = 60.0
@@ -36,6 +38,7 @@ class HttpLimits:
             body_bytes=int(settings.body_limit_bytes),
             max_active=settings.max_active,
             default_path=settings.path,
+            default_kv_precision=settings.kv_precision,
             mode=settings.mode,
             request_timeout_s=settings.request_timeout_s,
         )

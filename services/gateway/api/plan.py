@@ -82,6 +82,7 @@ def make_plan(
                 sampling=sampling.model_copy(update={"max_tokens": budget, "seed": _seed(body)}),
                 path=_path(baton.path, limits),
                 strict=baton.strict,
+                kv_precision=baton.kv_precision or limits.default_kv_precision,
                 timeout_s=limits.request_timeout_s,
                 tenant=context.tenant,
             )

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shared.protocol.messages import KvPrecision
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Role = Literal["system", "developer", "user", "assistant"]
@@ -24,6 +26,7 @@ class BatonOptions(Body):
     strict: bool = False
     timings: bool = False
     token_ids: bool = False
+    kv_precision: KvPrecision | None = None
 
 
 class StreamOptions(Body):

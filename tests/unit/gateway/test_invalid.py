@@ -63,6 +63,8 @@ BOTH = [
     ({"metadata": {"a": 1}}, 400, TYPE, "metadata.a"),
     ({"baton": {"path": "moon"}}, 400, VALUE, "baton.path"),
     ({"baton": {"strict": 1}}, 400, TYPE, "baton.strict"),
+    ({"baton": {"kv_precision": "int3"}}, 400, VALUE, "baton.kv_precision"),
+    ({"baton": {"kv_precision": 8}}, 400, VALUE, "baton.kv_precision"),
     ({"baton": {"speed": 1}}, 400, UNKNOWN, "baton.speed"),
     ({"baton": "x"}, 400, TYPE, "baton"),
     ({"tempreature": 1}, 400, UNKNOWN, "tempreature"),

@@ -23,6 +23,7 @@ from shared.protocol.messages import (
     FirstToken,
     Geometry,
     LinkAddress,
+    OnWire,
     Pages,
     Ping,
     Prefill,
@@ -49,7 +50,14 @@ GOLDEN = Path(__file__).parent / "golden"
 UPDATE = "BATON_UPDATE_GOLDEN"
 
 ROOM = (1 << 63) - 1
-LINK = LinkAddress(boot_id="aaaa0001", host="10.0.0.7", port=7301, socket="d0-aaaa0001.sock", backends=("shm", "tcp"))
+LINK = LinkAddress(
+    boot_id="aaaa0001",
+    host="10.0.0.7",
+    port=7301,
+    socket="d0-aaaa0001.sock",
+    backends=("shm", "tcp"),
+    formats=("raw", "lossless", "fp8"),
+)
 GEOMETRY = Geometry(page_tokens=16, components=("kv",), unit_bytes=(2304,))
 SAMPLING = SamplingSpec(
     seed=(1 << 64) - 1,
@@ -91,6 +99,7 @@ SAMPLES: dict[str, WireModel] = {
         sampling=SAMPLING,
         remaining_s=29.5,
         waited_s=0.5,
+        kv_precision="fp8",
     ),
     "reserve_local": Reserve(
         room=1,
@@ -114,6 +123,7 @@ SAMPLES: dict[str, WireModel] = {
         sampling=SAMPLING,
         remaining_s=29.5,
         waited_s=0.5,
+        kv_precision="fp8",
     ),
     "verdict": Verdict(ok=True),
     "verdict_no": Verdict(ok=False, code="ticket_denied", message="no pages", retry_after_s=1.5),
@@ -140,7 +150,8 @@ SAMPLES: dict[str, WireModel] = {
             FirstToken(choice=1, token=2, finish=FinishReason.LENGTH),
         ),
         components=(ComponentDigest(name="kv", num_bytes=6912, digest="00ff"),),
-        wire_format="raw",
+        wire_format="fp8",
+        on_wire=(OnWire(name="kv", wire_format="fp8", num_bytes=1836),),
         timings=PrefillTimings(queue_s=0.001, prefill_s=0.25, transfer_s=0.002, backend="shm"),
     ),
     "commit_reply": CommitReply(status=CommitStatus.COMMITTED),
@@ -157,7 +168,8 @@ SAMPLES: dict[str, WireModel] = {
                     transfer_s=0.002,
                     commit_s=0.001,
                     bytes=(("kv", 6912),),
-                    wire_format="raw",
+                    wire_format="fp8",
+                    wire_bytes=(("kv", 1836),),
                     backend="shm",
                 ),
             ),

@@ -233,3 +233,23 @@ def test_an_open_ticket_is_not_opened_again(door: Door) -> None:
         door.open(KEY, SECRET, ((1,),))
     with pytest.raises(InvalidRequest):
         door.open(TicketKey(78, 1), b"", ((1,),))
+
+
+@pytest.mark.parametrize("accepted", [None, ("raw",), ("raw", "lossless", "fp8")])
+def test_only_formats_that_the_ticket_accepts_come_in(
+    announced: list[TicketKey], accepted: tuple[str, ...] | None
+) -> None:
+    door = Door(LAYOUT, lambda key, _backend: announced.append(key))
+    given = {} if accepted is None else {"formats": accepted}
+    door.open(KEY, SECRET, ((5, 2, 7),), **given)
+    for name in ("raw", "lossless", "fp16", "fp8", "nonsense"):
+        header = Header(room=KEY.room, generation=1, sequence=3, pieces=(PIECE,), wire_format=name)
+        raw = header.model_dump_json().encode()
+        if name in (accepted or ("raw", "lossless")):
+            grant = door.admit(header, raw, sign(SECRET, NONCE, 3, raw), NONCE, "test", Bell())
+            assert grant.wire_format == name
+            door.leave(grant)
+            continue
+        with pytest.raises(Refused) as caught:
+            door.admit(header, raw, sign(SECRET, NONCE, 3, raw), NONCE, "test", Bell())
+        assert caught.value.reason == "bad_format"

@@ -4,7 +4,10 @@ import math
 
 import pytest
 
-from shared.transfer.formats.choice import Option, break_even_bytes_per_s, choose
+from shared.state.components import IndexKind, StateComponent
+from shared.transfer.formats.catalog import LOSSINESS, format_named
+from shared.transfer.formats.choice import Option, break_even_bytes_per_s, choose, options
+from tests.unit.transfer.formats_rows import kv, like_a_model
 
 MIB = 1 << 20
 RAW = Option("raw", 100 * MIB)
@@ -55,3 +58,27 @@ def test_break_even() -> None:
     rate = break_even_bytes_per_s(DELTA, RAW.wire_bytes)
     assert DELTA.transfer_s(0.9 * rate) < RAW.transfer_s(0.9 * rate)
     assert DELTA.transfer_s(1.1 * rate) > RAW.transfer_s(1.1 * rate)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_options_are_near_what_formats_do(dtype: str) -> None:
+    """Of rows like a model's, each in a block as long as a chunk."""
+    component = kv(dtype)
+    values = like_a_model(component, units=16)
+    offers = {one.name: one for one in options(LOSSINESS, (component,), 16 * component.unit_tokens)}
+    assert offers["raw"] == Option("raw", values.nbytes)
+    for name in LOSSINESS:
+        if name == "fp16" and dtype == "float16":
+            assert offers[name].wire_bytes == offers["lossless"].wire_bytes
+            continue
+        taken = len(format_named(name).encode(values, component))
+        assert taken == pytest.approx(offers[name].wire_bytes, rel=0.25), name
+        assert offers[name].encode_s >= offers["raw"].encode_s == 0.0
+
+
+def test_other_state_is_reckoned_as_what_it_travels_as() -> None:
+    ring = StateComponent("ring", IndexKind.RING, 8, (2,), (4,), "float32", (0, 1))
+    slots = StateComponent("slots", IndexKind.REQUEST, 1, (), (10,), "uint8", (0,))
+    offers = {one.name: one.wire_bytes for one in options(("raw", "int8"), (ring, slots), 500)}
+    assert offers["raw"] == 8 * ring.row_bytes * 2 + 10
+    assert offers["int8"] == pytest.approx(8 * ring.row_bytes * 2 * 27.1 / 32 + 10)

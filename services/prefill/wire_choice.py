@@ -1,0 +1,45 @@
+"""Which wire format a prompt's state leaves in."""
+
+from shared.protocol.messages import LinkAddress, OnWire, Prefill
+from shared.runtime.counters import Counters
+from shared.state.layout import PoolLayout
+from shared.transfer.formats.agree import agree, common, ran
+from shared.transfer.formats.choice import choose, options
+from shared.transfer.link import Link
+
+_NEWEST = 0.3
+"""What the newest prompt weighs in the pace."""
+
+
+class WireChoice:
+    """Knows this worker's pace, and counts what was asked for and what ran."""
+
+    def __init__(self, layout: PoolLayout, link: Link, counters: Counters) -> None:
+        self._layout, self._link, self._counters = layout, link, counters
+        self._tokens_per_s: float | None = None
+
+    def choose(self, order: Prefill, peer: LinkAddress) -> str:
+        """A format that the request accepts and both sides have. Under `auto` an exact one until both the link and our
+        own pace were measured, since nothing says then that the client would wait for the bytes."""
+        precision, ours = order.kv_precision, self._link.address.formats
+        self._counters.add(f"kv_precision_{precision}")
+        if precision != "auto":
+            agreed = agree(precision, ours, peer.formats)
+            self._counters.add("wire_format_fallbacks", int(agreed.instead))
+            return agreed.name
+        rate, pace = self._link.rate(peer), self._tokens_per_s
+        if rate is None or pace is None:
+            return agree("lossless", ours, peer.formats).name
+        num_tokens = len(order.prompt)
+        offers = options(common(precision, ours, peer.formats), self._layout.components, num_tokens)
+        return choose(offers, rate, num_tokens / pace)
+
+    def computed(self, num_tokens: int, spent_s: float) -> None:
+        """A prompt is computed."""
+        if spent_s > 0:
+            pace, known = num_tokens / spent_s, self._tokens_per_s
+            self._tokens_per_s = pace if known is None else known + _NEWEST * (pace - known)
+
+    def ran(self, on_wire: tuple[OnWire, ...]) -> None:
+        if on_wire:
+            self._counters.add(f"wire_format_{ran(on_wire)}")

@@ -1,0 +1,144 @@
+"""Several connections to one peer as one channel: a large transfer is cut by units, and its parts travel side by side.
+
+A single connection is as fast as one core copies, codes and digests, and over a lossy network slower than the network.
+To the receiver the parts are transfers of one ticket, none of which touches another's units.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from shared.runtime.errors import TransferError
+from shared.state.components import StateComponent
+from shared.state.remap import Fit
+from shared.transfer.backend import Begun, Channel, Digests, Event, Manifest, Wire
+from shared.transfer.ledger import payload_bytes
+from shared.transfer.link import Piece
+from shared.transfer.sending import travelling
+
+_log = logging.getLogger(__name__)
+_LEAST_BYTES = 4 << 20
+"""What a stream of its own is worth: less is over before the second one has begun."""
+
+
+class Streams:
+    """Implements `Channel`. first: open already, used for what is small. connect: makes a further one; called when
+    there is something large to send, so that small hand-offs cost one connection. most: of them."""
+
+    def __init__(
+        self, first: Channel, connect: Callable[[], Channel], most: int, components: Sequence[StateComponent]
+    ) -> None:
+        self._channels, self._connect = [first], connect
+        self._most, self._components = most, components
+        self._aborted = False
+
+    @property
+    def fit(self) -> Fit | None:
+        return self._channels[0].fit
+
+    def begin(self, manifest: Manifest) -> Begun | None:
+        return None
+
+    def transfer(self, manifest: Manifest, event: Event) -> Digests:
+        pieces = travelling(self.fit, manifest.pieces)
+        parts = cut(pieces, self._components, self._most)
+        if len(parts) > len(self._channels):
+            self._open(len(parts))
+            parts = cut(pieces, self._components, len(self._channels))
+        if len(parts) == 1:
+            return self._channels[0].transfer(manifest, event)
+        manifests = [
+            replace(manifest, pieces=tuple(piece for _, piece in part), wire=Wire(manifest.wire.wanted))
+            for part in parts
+        ]
+        digests = self._side_by_side(manifests, event)
+        rates = [one.wire.bytes_per_s for one in manifests]
+        manifest.wire.bytes_per_s = sum(rate for rate in rates if rate is not None) or None
+        for one in manifests:
+            for component, (name, num_bytes) in one.wire.used.items():
+                manifest.wire.add(component, name, num_bytes)
+        return _merged(len(pieces), parts, digests)
+
+    def abort(self) -> None:
+        self._aborted = True
+        for channel in list(self._channels):
+            channel.abort()
+
+    def is_idle(self) -> bool:
+        return all(channel.is_idle() for channel in self._channels)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def _open(self, count: int) -> None:
+        """More channels, as many as the peer lets us have."""
+        while len(self._channels) < count:
+            try:
+                self._channels.append(self._connect())
+            except TransferError as error:
+                _log.warning("%d of %d streams: %s", len(self._channels), count, error.message)
+                self._most = len(self._channels)
+                return
+            if self._aborted:
+                self.abort()  # whoever aborted may have looked before this one was there
+
+    def _side_by_side(self, manifests: list[Manifest], event: Event) -> list[Digests]:
+        """Returns when all have ended. The first that fails ends the others, and its error is what is raised."""
+        failed: list[BaseException] = []
+
+        def send(channel: Channel, manifest: Manifest) -> Digests:
+            try:
+                return channel.transfer(manifest, event)
+            except BaseException as error:
+                failed.append(error)
+                self.abort()
+                raise
+
+        pairs = list(zip(self._channels, manifests, strict=False))
+        with ThreadPoolExecutor(len(pairs) - 1, thread_name_prefix="stream") as threads:
+            others = [threads.submit(send, *pair) for pair in pairs[1:]]
+            try:
+                return [send(*pairs[0]), *(other.result() for other in others)]
+            except BaseException:
+                raise failed[0] from None
+
+
+Part = list[tuple[int, Piece]]
+"""Pieces, each with the number of the one that it is a part of."""
+
+
+def cut(pieces: tuple[Piece, ...], components: Sequence[StateComponent], most: int) -> list[Part]:
+    """`pieces` in parts of about equal size: one where they are small, `most` at most. The parts of a piece are in
+    order."""
+    known = [(components[piece.component], piece) for piece in pieces]
+    sizes = [
+        payload_bytes(one, len(piece.units), piece.rows_in_last, len(piece.layers(one.num_layers)))
+        for one, piece in known
+    ]
+    count = max(1, min(most, sum(sizes) // _LEAST_BYTES))
+    parts: list[Part] = [[] for _ in range(count)]
+    for number, piece in enumerate(pieces):
+        borders = [len(piece.units) * k // count for k in range(count + 1)]
+        for part, (first, end) in zip(parts, pairwise(borders), strict=True):
+            if first < end:
+                part.append((number, _some(piece, first, end, components[piece.component].unit_tokens)))
+    return [part for part in parts if part] or [[]]
+
+
+def _some(piece: Piece, first: int, end: int, unit_tokens: int) -> Piece:
+    rows = piece.rows_in_last if end == len(piece.units) else unit_tokens
+    return replace(piece, first_unit=piece.first_unit + first, units=piece.units[first:end], rows_in_last=rows)
+
+
+def _merged(num_pieces: int, parts: list[Part], digests: list[Digests]) -> Digests:
+    """The digests of the whole pieces."""
+    found: list[list[list[np.ndarray]]] = [[] for _ in range(num_pieces)]
+    for part, its in zip(parts, digests, strict=True):
+        for (number, _), layers in zip(part, its, strict=True):
+            found[number].append(layers)
+    return [[np.concatenate(layer) for layer in zip(*cuts, strict=True)] for cuts in found]
