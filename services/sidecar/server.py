@@ -19,6 +19,7 @@ from shared.runtime.errors import BatonError
 from shared.runtime.ids import new_boot_id
 from shared.runtime.tasks import TaskOwner
 from shared.transfer.backend import Backend
+from shared.transfer.classes import Standing
 from shared.transfer.control import (
     POOL_BYTE,
     Ask,
@@ -85,7 +86,7 @@ class Sidecar:
         settings.directory.mkdir(parents=True, exist_ok=True)
         self._backends = self._start_backends(pool)
         self.address = self._describe()
-        self._outbox = Outbox(attach.layout, self._backends, self._on_moving)
+        self._outbox = Outbox(attach.layout, self._backends, self._on_moving, settings.gate())
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Returns when the worker closed the control socket."""
@@ -133,7 +134,7 @@ class Sidecar:
 
     def _counters(self) -> dict[str, int]:
         compiled = {"compiled": int(self._pool.kernels is not None)}
-        return self._door.snapshot()[1] | self._outbox.counters | compiled
+        return self._door.snapshot()[1] | self._outbox.counters | self._outbox.traffic.as_counters() | compiled
 
     def _start_backends(self, pool: Pool) -> tuple[Backend, ...]:
         """In order of preference."""
@@ -176,12 +177,13 @@ class Sidecar:
     async def _carry_out(self, message: Open | Send | Ask | Ping) -> Reply:
         done = Reply(id=message.id)
         if isinstance(message, Ping):
-            return done.model_copy(update={"counters": self._counters()})
+            return done.model_copy(update={"counters": self._counters(), "sent": self._outbox.traffic.sent()})
         if isinstance(message, Open):
             self._door.open(message.key, message.secret, message.units)
             return done
         if isinstance(message, Send):
-            await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete)
+            standing = Standing(message.traffic, message.priority)
+            await self._outbox.send(message.key, message.secret, message.peer, message.pieces, self._complete, standing)
             return done
         if message.kind == "received":
             return done.model_copy(update={"receipt": digests_of(self._door.received(message.key))})

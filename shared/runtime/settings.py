@@ -26,6 +26,7 @@ from shared.runtime.config_file import ConfigError as ConfigError
 from shared.runtime.config_file import closest, read_config
 from shared.runtime.credentials import NatsSettings, masked, secret_fields
 from shared.runtime.mode import Mode, check_budget
+from shared.runtime.politeness import PolitenessSettings
 
 PREFIX = "BATON_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -110,12 +111,11 @@ class LinkSettings(CommonSettings):
     listen_host: str = Field("", description="address the sidecar listens on. Default: tcp_host")
 
 
-class SidecarSettings(LinkSettings):
+class SidecarSettings(LinkSettings, PolitenessSettings):
     """The process that moves a worker's bytes."""
 
     role: ClassVar[str] = "sidecar"
 
-    stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
     peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
     faults: str = Field("", description="injected faults, for tests")
 

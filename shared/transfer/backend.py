@@ -17,13 +17,43 @@ Digests = list[list[np.ndarray]]
 """xxh3-128 by piece and layer: [units, 16] bytes."""
 
 
+class Turn(Protocol):
+    """When a transfer may send: a backend asks before each burst, so that what is more urgent waits for one at most.
+    burst_bytes: longest burst. window_bytes: what may be on its way at most, as far as the backend can tell; 0: any."""
+
+    @property
+    def burst_bytes(self) -> int: ...
+
+    @property
+    def window_bytes(self) -> int: ...
+
+    def wait(self, num_bytes: int) -> None:
+        """Blocks until the next burst may be sent; the one before is over. TransferError if the transfer is aborted."""
+
+    def rest(self) -> None:
+        """The burst before is over, and the next one may take a while to be there."""
+
+
+class _Always:
+    burst_bytes = 1 << 20
+    window_bytes = 0
+
+    def wait(self, num_bytes: int) -> None: ...
+
+    def rest(self) -> None: ...
+
+
+ALWAYS: Turn = _Always()
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One transfer: the right to make it, and what to move."""
+    """One transfer: the right to make it, what to move, and when."""
 
     key: TicketKey
     secret: bytes
     pieces: tuple[Piece, ...]
+    turn: Turn = ALWAYS
 
 
 class Event(Protocol):

@@ -13,7 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, Room, WireModel
 from shared.protocol.packing import PackedBytes
 from shared.state.layout import PoolLayout
+from shared.transfer.classes import TrafficClass
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
+from shared.transfer.traffic import Sent
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 POOL_BYTE = b"P"
@@ -51,6 +53,8 @@ class Send(Request):
     secret: PackedBytes
     peer: LinkAddress
     pieces: tuple[Piece, ...]
+    traffic: TrafficClass = TrafficClass.HANDOFF
+    priority: int = 0
 
 
 class Ask(Request):
@@ -69,7 +73,8 @@ class Reply(WireModel):
     message: str = ""
     receipt: tuple[ComponentDigest, ...] = ()
     counters: dict[str, int] = Field(default_factory=dict)
-    """In the answer to a ping."""
+    """In the answer to a ping, as is `sent`."""
+    sent: tuple[Sent, ...] = ()
 
 
 class Moving(WireModel):

@@ -13,6 +13,7 @@ from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Digests
+from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.ledger import Ledger
 from shared.transfer.link import Piece, Receipt, TicketKey
@@ -111,7 +112,14 @@ class FakeLink:
         self._open_units.pop(key, None)
         self._received_backend.pop(key, None)
 
-    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+    async def send(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        standing: Standing = HANDOFF,
+    ) -> None:
         ticket = self._sending.setdefault(key, _Outgoing(Ledger(self._layout.components)))
         ticket.under_way.append(pieces)
         task = asyncio.get_running_loop().create_task(self._send(ticket, key, secret, peer, pieces))

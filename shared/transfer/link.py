@@ -10,6 +10,7 @@ from typing import Protocol
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost
+from shared.transfer.classes import HANDOFF, Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,17 @@ class Link(Protocol):
         """Receiver: closes the ticket; when it returns no byte of it will be written any more. Idempotent; an unknown
         key is already quiesced. If the sidecar died, its death is the proof and this returns."""
 
-    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+    async def send(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        standing: Standing = HANDOFF,
+    ) -> None:
         """Sender: returns when the receiver's sidecar has confirmed that all rows landed, raises if it did not happen.
         The source units must hold still until then. Several sends of one ticket may be under way; they are carried
-        out in the order of the calls."""
+        out in the order of the calls. standing: which of all tickets' sends go first (`classes.py`)."""
 
     async def sent(self, key: TicketKey) -> Receipt:
         """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes."""

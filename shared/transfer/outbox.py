@@ -1,25 +1,30 @@
-"""The sending side of a sidecar: which transfer of which ticket runs when, over which backend and channel.
+"""The sending side of a sidecar: which transfer of which ticket runs over which backend and channel.
 
-Transfers of one ticket run in the order they were asked for; tickets do not wait for each other beyond a bound on
-transfers to one peer. Runs on the event loop and moves the blocking work to threads.
+Transfers of one ticket run in the order they were asked for; when each has its turn among those of all tickets, the
+gate says. Runs on the event loop and moves the blocking work to threads.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest
+from shared.transfer.classes import HANDOFF, RANKS, Rules, Standing, TrafficClass
+from shared.transfer.gate import Gate, GatedTurn
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.traffic import TrafficSums
 
-_PER_PEER = 2
-_MAX_THREADS = 16
+_MAX_THREADS = 64
+_MAX_QUIET_THREADS = 4
+"""For background and recovery apart: they wait long for their turns, and must not take the threads of the others."""
+_QUIET = frozenset({TrafficClass.RECOVERY, TrafficClass.BACKGROUND})
 _IDLE_S = 5.0
 """How long a channel that nobody uses stays open for the next hand-off to the same peer."""
 T = TypeVar("T")
@@ -29,17 +34,19 @@ T = TypeVar("T")
 class _Peer:
     """Channels to one boot of one peer."""
 
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PER_PEER))
     idle: list[tuple[Backend, Channel]] = field(default_factory=list)
     users: int = 0
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What is known of one ticket. `channel` is set while a transfer of it reads the pool."""
+    """What is known of one ticket. asked: the classes of its transfers that are not over. turn: of the one that has its
+    place or waits for it. `channel` is set while a transfer of it reads the pool."""
 
     ledger: Ledger
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asked: list[TrafficClass] = field(default_factory=list)
+    turn: GatedTurn | None = None
     backend: str | None = None
     channel: Channel | None = None
     forgotten: bool = False
@@ -50,25 +57,45 @@ class Outbox:
     """`backends` in order of preference. on_moving(key, backend) is called when a ticket's first transfer starts."""
 
     def __init__(
-        self, layout: PoolLayout, backends: tuple[Backend, ...], on_moving: Callable[[TicketKey, str], None]
+        self,
+        layout: PoolLayout,
+        backends: tuple[Backend, ...],
+        on_moving: Callable[[TicketKey, str], None],
+        gate: Gate | None = None,
     ) -> None:
         self._layout, self._backends, self._on_moving = layout, backends, on_moving
+        self._gate = gate or Gate(Rules())
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="send")
+        self._quiet_threads = ThreadPoolExecutor(_MAX_QUIET_THREADS, thread_name_prefix="send-quiet")
+        self.traffic = TrafficSums()
         self._peers: dict[str, _Peer] = {}
         self._tickets: dict[TicketKey, _Outgoing] = {}
         self.counters: Counter[str] = Counter()
 
     async def send(
-        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], event: Event
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        event: Event,
+        standing: Standing = HANDOFF,
     ) -> None:
-        """Returns when the peer confirmed all of it; raises TransferError otherwise."""
+        """Returns when the peer confirmed all of it; raises TransferError otherwise. A transfer that others of its
+        ticket wait for has at least their class."""
         ticket = self._tickets.get(key)
         if ticket is None:
             ticket = self._tickets[key] = _Outgoing(Ledger(self._layout.components))
-        async with ticket.turn:
-            digests = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event)
-            for piece, layers in zip(pieces, digests, strict=True):
-                ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+        ticket.asked.append(standing.traffic)
+        if ticket.turn is not None:
+            ticket.turn.raise_to(standing.traffic)
+        try:
+            async with ticket.order:
+                digests = await self._transfer(ticket, peer, Manifest(key, secret, pieces), event, standing)
+                for piece, layers in zip(pieces, digests, strict=True):
+                    ticket.ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+        finally:
+            ticket.asked.remove(standing.traffic)
 
     def sent(self, key: TicketKey) -> Receipt:
         """Of a key nothing was sent under, an empty receipt."""
@@ -81,6 +108,8 @@ class Outbox:
         if ticket is None:
             return
         ticket.forgotten = True
+        if ticket.turn is not None:
+            ticket.turn.abort()
         while ticket.channel is not None:
             ticket.still.clear()
             ticket.channel.abort()
@@ -98,28 +127,38 @@ class Outbox:
             peer.idle.clear()
         self._peers.clear()
         self._threads.shutdown(wait=False)
+        self._quiet_threads.shutdown(wait=False)
 
     @property
     def num_tickets(self) -> int:
         return len(self._tickets)
 
-    async def _transfer(self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event) -> Digests:
+    async def _transfer(
+        self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event, standing: Standing
+    ) -> Digests:
         self._check_live(ticket)
         peer = self._peers.setdefault(address.boot_id, _Peer())
         peer.users += 1
+        began_at = self._gate.now()
+        highest = min(ticket.asked, key=RANKS.__getitem__)
+        turn = ticket.turn = self._gate.enter(address.boot_id, replace(standing, traffic=highest))
         try:
-            async with peer.slots:
-                self._check_live(ticket)
-                backend, channel = await self._channel(peer, address)
-                try:
-                    digests = await self._run(ticket, backend, channel, manifest, event)
-                except BaseException:
-                    channel.close()
-                    self.counters[f"failed_{backend.name}"] += 1
-                    raise
-                self._keep(peer, (backend, channel))
-                return digests
+            await turn.seat()
+            self._check_live(ticket)
+            backend, channel = await self._channel(peer, address)
+            try:
+                digests = await self._run(ticket, backend, channel, replace(manifest, turn=turn), event)
+            except BaseException:
+                channel.close()
+                self.counters[f"failed_{backend.name}"] += 1
+                raise
+            self._keep(peer, (backend, channel))
+            busy_s = max(0.0, self._gate.now() - began_at - turn.waited_s)
+            self._count(manifest, backend, standing.traffic, turn.waited_s, busy_s)
+            return digests
         finally:
+            ticket.turn = None
+            turn.leave()
             peer.users -= 1
             self._prune()
 
@@ -131,17 +170,28 @@ class Outbox:
             ticket.backend = backend.name
             self._on_moving(manifest.key, backend.name)
         ticket.channel = channel
+        threads = self._quiet_threads if ticket.asked[0] in _QUIET else self._threads
+
+        def abort() -> None:
+            channel.abort()
+            if ticket.turn is not None:
+                ticket.turn.abort()
+
         try:
-            digests = await self._in_thread(lambda: channel.transfer(manifest, event), channel.abort)
+            return await self._in_thread(lambda: channel.transfer(manifest, event), abort, threads)
         finally:
             ticket.channel = None
             ticket.still.set()
+
+    def _count(
+        self, manifest: Manifest, backend: Backend, traffic: TrafficClass, queue_s: float, busy_s: float
+    ) -> None:
+        components = self._layout.components
+        runs = [(components[piece.component], len(piece.units), piece.rows_in_last) for piece in manifest.pieces]
+        num_bytes = [(component.name, payload_bytes(component, units, rows)) for component, units, rows in runs]
+        self.traffic.add(traffic, backend.name, num_bytes, queue_s, busy_s)
         self.counters[f"sent_{backend.name}"] += 1
-        self.counters[f"sent_{backend.name}_bytes"] += sum(
-            payload_bytes(self._layout.components[piece.component], len(piece.units), piece.rows_in_last)
-            for piece in manifest.pieces
-        )
-        return digests
+        self.counters[f"sent_{backend.name}_bytes"] += sum(count for _, count in num_bytes)
 
     def _keep(self, peer: _Peer, entry: tuple[Backend, Channel]) -> None:
         """Leaves a channel open for a while: a connection costs more than a small hand-off."""
@@ -179,15 +229,15 @@ class Outbox:
             return opened[0]
 
         try:
-            return await self._in_thread(connect, lambda: None)
+            return await self._in_thread(connect, lambda: None, self._threads)
         except asyncio.CancelledError:
             for channel in opened:
                 channel.close()
             raise
 
-    async def _in_thread(self, work: Callable[[], T], abort: Callable[[], None]) -> T:
+    async def _in_thread(self, work: Callable[[], T], abort: Callable[[], None], threads: ThreadPoolExecutor) -> T:
         """Runs `work` in a thread. If we are cancelled it is told to stop and waited for: it reads our pages."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        running = asyncio.get_running_loop().run_in_executor(threads, work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:

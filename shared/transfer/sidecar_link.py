@@ -14,6 +14,7 @@ from typing import Self
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
+from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.control import Ask, Moving, Open, Reply, Send, receipt_of
 from shared.transfer.link import OwnSidecarLost, Piece, Receipt, TicketKey
 from shared.transfer.sidecar_process import SidecarProcess
@@ -159,12 +160,28 @@ class SidecarLink:
             del self._receiving[key]
             self._backends.pop(key, None)
 
-    async def send(self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...]) -> None:
+    async def send(
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        standing: Standing = HANDOFF,
+    ) -> None:
         child = self._alive()
         if self._sending.setdefault(key, child) is not child:
             raise OwnSidecarLost("the sidecar restarted under the ticket")
         id = child.next_id()
-        request = Send(id=id, room=key.room, generation=key.generation, secret=secret, peer=peer, pieces=pieces)
+        request = Send(
+            id=id,
+            room=key.room,
+            generation=key.generation,
+            secret=secret,
+            peer=peer,
+            pieces=pieces,
+            traffic=standing.traffic,
+            priority=standing.priority,
+        )
         await child.request(request, id)
 
     async def sent(self, key: TicketKey) -> Receipt:

@@ -7,6 +7,7 @@ import threading
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
+from shared.transfer.bursts import cut
 from shared.transfer.door import Door, Grant
 from shared.transfer.listener import Listener, greeting
 from shared.transfer.pool import Pool
@@ -99,7 +100,10 @@ class _TcpChannel:
                 if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
                     raise PeerLost("aborted")
                 layers.append(self._pool.digests(run, layer))
-                self._connection.send_all(self._pool.views(run, layer))
+                for burst, num_bytes in cut(self._pool.views(run, layer), manifest.turn.burst_bytes):
+                    self._connection.drain(manifest.turn.window_bytes, self._aborted.is_set)
+                    manifest.turn.wait(num_bytes)
+                    self._connection.send_all(burst)
             digests.append(layers)
         expect_ok(self._connection)
         return digests

@@ -20,7 +20,7 @@ from shared.protocol.messages import Pages, WorkerReport
 from shared.runtime.cores import host_cores
 from shared.runtime.deps import Deps
 from shared.runtime.service import Service
-from shared.runtime.settings import WorkerSettings
+from shared.runtime.settings import SidecarSettings, WorkerSettings, load_settings
 from shared.transfer.link import Link
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
 from shared.worker.desk import WorkerDesk
@@ -55,6 +55,7 @@ class WorkerService(Service):
 
     async def start(self) -> None:
         settings = self.settings
+        load_settings(SidecarSettings)  # a mistake in them is better told now than by a sidecar that does not come up
         threads = settings.threads or host_cores()
         executor = ThreadExecutor(threads)
         model = await asyncio.wrap_future(executor.submit(self._load))  # not waited for by who is told to end meanwhile
