@@ -79,6 +79,7 @@ def orders_of(
         sampling=request.sampling,
         remaining_s=remaining_s,
         waited_s=waited_s,
+        priority=request.priority,
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:
@@ -94,5 +95,6 @@ def orders_of(
         sampling=request.sampling,
         remaining_s=remaining_s,
         waited_s=waited_s,
+        priority=request.priority,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))

@@ -2,6 +2,7 @@
 
 from services.prefill.desk import PrefillDesk
 from services.prefill.flow import PrefillFlowSettings
+from services.prefill.metrics import HandoffMetrics
 from shared.engine.api import Engine, StepOutput
 from shared.runtime.deps import Deps
 from shared.runtime.settings import PrefillSettings
@@ -17,7 +18,7 @@ class PrefillService(WorkerService):
         settings = PrefillFlowSettings(
             commit_s=self.settings.commit_timeout_s, optimistic_attempts=self.settings.optimistic_attempts
         )
-        return PrefillDesk(deps, engine, link, settings)
+        return PrefillDesk(deps, engine, link, settings, HandoffMetrics(self.registry).observe)
 
     def on_step(self, output: StepOutput) -> None:
         if isinstance(self.desk, PrefillDesk):

@@ -18,6 +18,7 @@ from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.control import Ask, Moving, Open, Reply, Send, receipt_of
 from shared.transfer.link import OwnSidecarLost, Piece, Receipt, TicketKey
 from shared.transfer.sidecar_process import SidecarProcess
+from shared.transfer.traffic import Sent
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF_S = 5.0
@@ -203,6 +204,11 @@ class SidecarLink:
     async def counters(self) -> dict[str, int]:
         """What the sidecar counted since its start: admitted, landed, refused by reason, sent by backend."""
         return await self._alive().ping()
+
+    @property
+    def traffic(self) -> tuple[Sent, ...]:
+        """What the sidecar has sent since its start, by class and backend, as of about a second ago."""
+        return self._child.sent if self._child else ()
 
     async def close(self) -> None:
         """Ends the sidecar; when it returns nothing of the pool is read or written by it. Idempotent."""

@@ -25,6 +25,7 @@ from shared.transfer.link import Link
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
 from shared.worker.desk import WorkerDesk
 from shared.worker.gateway_watch import GatewayWatch
+from shared.worker.link_metrics import LinkCollector
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class WorkerService(Service):
             nats=settings.nats_variables("sidecar"),
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
         )
-        self.link = await SidecarLink.start(options, pool.fd, pool.layout, self._on_sidecar_restart)
+        link = self.link = await SidecarLink.start(options, pool.fd, pool.layout, self._on_sidecar_restart)
+        self.registry.register(LinkCollector(lambda: link.traffic))
         self.tasks.spawn_vital(self.link.run(), "sidecar-link")
         self.tasks.spawn_vital(self.engine.run(), "engine")
         deps = self.deps()

@@ -119,12 +119,13 @@ class Cluster:
         timeout_s: float = 60.0,
         stop_after: dict[int, int] | None = None,
         leave_after: int | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> Answer:
         """A client. stop_after: choice -> tokens after which the text side stops it. leave_after: batches after
         which the client goes away."""
         spec = SamplingSpec(**({"temperature": 0.0, "max_tokens": 8} | sampling))
-        request = GenerationRequest("req-sim", tuple(prompt), spec, path, strict, timeout_s)
+        request = GenerationRequest("req-sim", tuple(prompt), spec, path, strict, timeout_s, priority=priority)
         generation = self.gateway.flow.generate(request)
         answer = Answer([[] for _ in range(spec.n)], [None] * spec.n)
         batches = 0

@@ -83,6 +83,7 @@ def make_plan(
                 path=_path(baton.path, limits),
                 strict=baton.strict,
                 timeout_s=limits.request_timeout_s,
+                priority=body.priority or 0,
                 tenant=context.tenant,
             )
         )
