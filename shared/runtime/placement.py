@@ -1,5 +1,4 @@
-"""Where a process runs and how far it steps back for others: niceness, cores, NUMA node. All of it is inherited by
-threads that start later, so it is applied before any other."""
+"""Where a process runs and how far it steps back for others: niceness, cores, NUMA node."""
 
 import ctypes
 import os
@@ -11,6 +10,7 @@ from typing import Self
 _NODES = Path("/sys/devices/system/node")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _PREFERRED = 1
+_NICEST = 19
 _MASK_BITS = 1024
 
 
@@ -38,10 +38,13 @@ class Placement:
         return cls(niceness, chosen, node)
 
     def apply(self) -> None:
-        """OSError where the system refuses."""
-        os.nice(self.niceness)
-        if self.cores is not None:
-            os.sched_setaffinity(0, self.cores)
+        """To the threads that are there (libraries start some), and to those that come later. The preferred memory to
+        this thread and those that it starts. OSError where the system refuses."""
+        niceness = min(_NICEST, os.getpriority(os.PRIO_PROCESS, 0) + self.niceness)
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+            if self.cores is not None:
+                os.sched_setaffinity(int(thread), self.cores)
         if self.node is not None:
             _prefer_memory_of(self.node)
 

@@ -45,8 +45,9 @@ class Gate:
         self.scheduler.leave(flow, self.now())
         self.advance()
 
-    def __len__(self) -> int:
-        """Transfers in hand."""
+    @property
+    def num_transfers(self) -> int:
+        """In hand or waiting for their seats."""
         with self.lock:
             return len(self.scheduler)
 

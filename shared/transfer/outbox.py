@@ -64,7 +64,7 @@ class Outbox:
         gate: Gate | None = None,
     ) -> None:
         self._layout, self._backends, self._on_moving = layout, backends, on_moving
-        self._gate = gate or Gate(Rules())
+        self._gate = Gate(Rules()) if gate is None else gate
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="send")
         self._quiet_threads = ThreadPoolExecutor(_MAX_QUIET_THREADS, thread_name_prefix="send-quiet")
         self.traffic = TrafficSums()

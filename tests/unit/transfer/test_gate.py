@@ -48,7 +48,7 @@ async def test_of_those_that_wait_the_most_urgent_is_woken() -> None:
         first.leave()
         await asyncio.gather(*map(asyncio.wrap_future, sending))
     assert woken == ["last", "later", "recovery", "background"]
-    assert len(gate) == 0
+    assert gate.num_transfers == 0
 
 
 async def test_an_abort_ends_whoever_waits_for_a_burst_or_a_seat() -> None:
@@ -70,7 +70,7 @@ async def test_an_abort_ends_whoever_waits_for_a_burst_or_a_seat() -> None:
         await asyncio.wait_for(seat, 30)
     for turn in (holder, waiting, queued, holder):
         turn.leave()
-    assert len(gate) == 0
+    assert gate.num_transfers == 0
     assert gate.scheduler.advance(gate.now()) == []
 
 
