@@ -73,7 +73,9 @@ class GatedTurn:
 
     @property
     def burst_bytes(self) -> int:
-        return self._gate.rules.burst_bytes
+        """Where there is a window, half of it, so that it is never empty and hardly exceeded."""
+        longest, window = self._gate.rules.burst_bytes, self.window_bytes
+        return min(longest, max(1, window // 2)) if window else longest
 
     @property
     def window_bytes(self) -> int:
