@@ -58,7 +58,8 @@ class GatedTurn:
 
     def __init__(self, gate: Gate, flow: Flow) -> None:
         self._gate, self._flow = gate, flow
-        self._loop, self._seated = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._seated = asyncio.Event()
         self._changed = threading.Condition(gate.lock)
         self._aborted = False
         self._entered_at = gate.now()
@@ -121,6 +122,8 @@ class GatedTurn:
     def on_change(self) -> None:
         """With the lock held: it got its seat or a burst, or is to end."""
         self._changed.notify()
-        if not self._seated.is_set():
+        if threading.get_ident() == self._loop_thread:
+            self._seated.set()
+        elif not self._seated.is_set():
             with contextlib.suppress(RuntimeError):  # a loop that has ended waits for nothing
                 self._loop.call_soon_threadsafe(self._seated.set)
