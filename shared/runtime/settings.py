@@ -111,7 +111,7 @@ class LinkSettings(CommonSettings):
     listen_host: str = Field("", description="address the sidecar listens on. Default: tcp_host")
 
 
-class SidecarSettings(LinkSettings, PolitenessSettings):
+class SidecarSettings(PolitenessSettings, LinkSettings):  # of several configurations the last one counts
     """The process that moves a worker's bytes."""
 
     role: ClassVar[str] = "sidecar"
