@@ -208,6 +208,21 @@ def test_an_urgent_transfer_waits_for_one_burst() -> None:
     assert scheduler.advance(0.3) == [slow]
 
 
+def test_whoever_is_overdue_goes_before_all_others_and_then_waits_again() -> None:
+    scheduler = Scheduler(Rules(width=1, shares=NOBODY_OWED, promote_s=1.0))
+    high, low = (scheduler.enter("a", Standing(traffic), 0.0) for traffic in (LAST, BACKGROUND))
+    scheduler.advance(0.0)
+    sent = []
+    for tick in range(20):
+        now = tick / 2
+        for flow in (high, low):
+            if not flow.asked:
+                scheduler.ask(flow, BURST, now)
+        sent += [(now, flow.traffic) for flow in scheduler.advance(now)]
+    assert len(sent) == 20
+    assert [at for at, traffic in sent if traffic is BACKGROUND] == [4.0, 8.5]
+
+
 def test_who_stands_still_holds_back_nobody_at_other_peers() -> None:
     scheduler = Scheduler(Rules(patience_s=0.25))
     stuck, other = scheduler.enter("a", Standing(LAST), 0.0), scheduler.enter("b", Standing(HANDOFF), 0.0)
