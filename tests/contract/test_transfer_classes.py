@@ -79,6 +79,28 @@ async def test_a_hand_off_passes_a_background_transfer_that_waits(kind: str, tmp
         await sender.forget(urgent[0])
 
 
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+async def test_what_a_more_urgent_transfer_of_its_ticket_waits_for_is_as_urgent(kind: str, tmp_path: Path) -> None:
+    """Otherwise the last chunk would wait 22 s or more for what was sent before it."""
+    async with pair_of(kind, tmp_path, cap=20_000) as pair, asyncio.timeout(60):
+        sender, receiver = link_of(pair[0]), link_of(pair[1])
+        key, secret = await opened(pair[1], 0)
+        parts = [Piece(0, 0, HALF.units[:30], ROWS), Piece(0, 30, HALF.units[30:], ROWS)]
+        loop = asyncio.get_running_loop()
+        slow = loop.create_task(sender.send(key, secret, receiver.address, (parts[0],), BACKGROUND))
+        while sender.actual_backend(key) is None:
+            await asyncio.sleep(0.005)
+        began = time.monotonic()
+        await sender.send(key, secret, receiver.address, (parts[1],), LAST)
+        assert slow.done()
+        assert time.monotonic() - began < 15
+        assert await receiver.received(key) == await sender.sent(key)
+        counters = await sender.counters()
+        assert (counters["sent_last"], counters["sent_background"]) == (1, 1), "counted as what they were sent as"
+        await receiver.fence(key)
+        await sender.forget(key)
+
+
 @pytest.mark.parametrize(("kind", "at_once"), [("shm", 8 * BURST), ("tcp", BURST)])
 async def test_background_keeps_to_its_cap_and_arrives_whole(kind: str, at_once: int, tmp_path: Path) -> None:
     cap = 2_000_000
