@@ -59,6 +59,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-transfer-isolation", description=__doc__)
     parser.add_argument("--rows", default=",".join(_ROWS), help=f"of {', '.join(_ROWS)}")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--threads", type=int, action="append", help="of decoding; several times. Default: cores less 1, and cores"
+    )
     parser.add_argument("--steps", type=int, default=120, help="decode steps of each measurement")
     parser.add_argument("--streams", type=int, default=2, help="transfers of the storm at once")
     parser.add_argument("--sidecar", default="", help="settings of the storm's sidecars, as in niceness=10,cores=1")
@@ -95,7 +98,7 @@ def _decode_rows(args: argparse.Namespace, console: Console) -> list[Row]:
     home.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0))
     rows = []
-    for threads in sorted({max(1, cores - 1), cores}):
+    for threads in args.threads or sorted({max(1, cores - 1), cores}):
         suffix = "" if threads < cores or cores == 1 else "-no-core-left"
         with baton(directory, threads, _FORMATS, home) as engine:
             found = asyncio.run(_storms(engine, args, console, threads))
