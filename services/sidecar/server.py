@@ -84,9 +84,11 @@ class Sidecar:
         """A worker asks for a transfer only when its source is complete."""
         self._socket, self._port = "", 0
         settings.directory.mkdir(parents=True, exist_ok=True)
-        self._backends = self._start_backends(pool)
+        self._backends = settings.placement.call_stepped_back(lambda: self._start_backends(pool))
         self.address = self._describe()
-        self._outbox = Outbox(attach.layout, self._backends, self._on_moving, settings.gate())
+        self._outbox = Outbox(
+            attach.layout, self._backends, self._on_moving, settings.gate(), settings.placement.step_back
+        )
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Returns when the worker closed the control socket."""

@@ -3,21 +3,25 @@
 import ctypes
 import os
 import platform
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 _NODES = Path("/sys/devices/system/node")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _PREFERRED = 1
 _NICEST = 19
 _MASK_BITS = 1024
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """niceness: added to that of whoever starts the process. cores: None: all that it has. node: its memory comes from
-    there while there is any."""
+    """niceness: of the threads that step back, added to that of the process. cores: None: all that it has. node: its
+    memory comes from there while there is any."""
 
     niceness: int = 0
     cores: frozenset[int] | None = None
@@ -38,15 +42,24 @@ class Placement:
         return cls(niceness, chosen, node)
 
     def apply(self) -> None:
-        """To the threads that are there (libraries start some), and to those that come later. The preferred memory to
-        this thread and those that it starts. OSError where the system refuses."""
-        niceness = min(_NICEST, os.getpriority(os.PRIO_PROCESS, 0) + self.niceness)
-        for thread in os.listdir("/proc/self/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
-            if self.cores is not None:
+        """Cores and memory, to the threads that are there (libraries start some) and to those that come later; the
+        memory to this thread and those that it starts. OSError where the system refuses."""
+        if self.cores is not None:
+            for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), self.cores)
         if self.node is not None:
             _prefer_memory_of(self.node)
+
+    def step_back(self) -> None:
+        """This thread does, once, and all that it starts. There is no way back."""
+        own = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, own) + self.niceness
+        os.setpriority(os.PRIO_PROCESS, own, min(_NICEST, niceness))
+
+    def call_stepped_back(self, work: Callable[[], T]) -> T:
+        """Its result; the threads that it starts step back, and the caller does not."""
+        with ThreadPoolExecutor(1, initializer=self.step_back) as thread:
+            return thread.submit(work).result()
 
 
 def _parsed(text: str) -> frozenset[int]:

@@ -15,7 +15,7 @@ class PolitenessSettings(BaseSettings):
     """Part of a sidecar's settings."""
 
     niceness: Annotated[int, Field(ge=0, le=19)] = Field(
-        0, description="how far it steps back for who computes on the same cores, beyond its worker; 19: most"
+        10, description="how far the threads that move bytes step back for who computes on the same cores; 19: most"
     )
     cores: str = Field("", description="cores it runs on, as in 0,4-7. Default: its worker's")
     numa_node: Annotated[int, Field(ge=0)] | None = Field(

@@ -54,7 +54,8 @@ class _Outgoing:
 
 
 class Outbox:
-    """`backends` in order of preference. on_moving(key, backend) is called when a ticket's first transfer starts."""
+    """`backends` in order of preference. on_moving(key, backend) is called when a ticket's first transfer starts;
+    on_thread by each thread that sends, first of all."""
 
     def __init__(
         self,
@@ -62,11 +63,12 @@ class Outbox:
         backends: tuple[Backend, ...],
         on_moving: Callable[[TicketKey, str], None],
         gate: Gate | None = None,
+        on_thread: Callable[[], None] | None = None,
     ) -> None:
         self._layout, self._backends, self._on_moving = layout, backends, on_moving
         self._gate = Gate(Rules()) if gate is None else gate
-        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="send")
-        self._quiet_threads = ThreadPoolExecutor(_MAX_QUIET_THREADS, thread_name_prefix="send-quiet")
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "send", on_thread)
+        self._quiet_threads = ThreadPoolExecutor(_MAX_QUIET_THREADS, "send-quiet", on_thread)
         self.traffic = TrafficSums()
         self._peers: dict[str, _Peer] = {}
         self._tickets: dict[TicketKey, _Outgoing] = {}

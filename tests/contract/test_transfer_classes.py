@@ -121,13 +121,21 @@ async def test_background_keeps_to_its_cap_and_arrives_whole(kind: str, at_once:
 async def test_a_sidecar_runs_where_and_as_nice_as_it_is_told(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     arguments = ("--niceness", "3", "--cores", str(core))
-    side = await sidecar_side(SidecarOptions("s", tmp_path, transfer="tcp", arguments=arguments), LAYOUT)
-    pid = link_of(side).pid
-    assert pid is not None
-    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {min(19, os.nice(0) + 3)}
-    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
-    await side.close()
+    options = SidecarOptions("s", tmp_path, transfer="tcp", arguments=arguments)
+    sides = [await sidecar_side(options, LAYOUT) for _ in range(2)]
+    key, secret = await opened(sides[1], 0)
+    await sides[0].link.send(key, secret, sides[1].link.address, (FEW,), LAST)
+    stepped_back = min(19, os.nice(0) + 3)
+    for side in sides:
+        pid = link_of(side).pid
+        assert pid is not None
+        tasks = [Path(f"/proc/{pid}/task/{thread}") for thread in os.listdir(f"/proc/{pid}/task")]
+        assert {frozenset(os.sched_getaffinity(int(task.name))) for task in tasks} == {frozenset({core})}
+        niceness = [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
+        assert niceness.count(stepped_back) >= 2, "who accepts, and who sends or receives"
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.nice(0), "who answers the worker does not wait"
+    for side in sides:
+        await side.close()
 
 
 async def test_a_sidecar_that_cannot_be_where_it_is_told_says_so(

@@ -40,21 +40,23 @@ def test_a_range_and_a_list_name_cores() -> None:
     assert load_settings(SidecarSettings, {"cores": f"{OURS[0]}-{OURS[0]}"}).placement.cores == {OURS[0]}
 
 
-def test_nothing_said_changes_nothing() -> None:
-    assert load_settings(SidecarSettings).placement == Placement()
-
-
 def test_a_placement_is_applied_and_inherited_by_threads() -> None:
     program = f"""
 import os, threading
 from shared.runtime.placement import Placement
-before = os.nice(0)
-Placement(2, frozenset({{{OURS[-1]}}})).apply()
+place = Placement(2, frozenset({{{OURS[-1]}}}))
+place.apply()
 def show():
-    print(os.getpriority(os.PRIO_PROCESS, 0) - before, os.sched_getaffinity(0))
-thread = threading.Thread(target=show)
-thread.start()
-thread.join()
+    print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getaffinity(0))
+def start():
+    thread = threading.Thread(target=show)
+    thread.start()
+    thread.join()
+    return 5
+start()
+assert place.call_stepped_back(start) == 5
+start()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.split() == [str(min(2, 19 - os.nice(0))), f"{{{OURS[-1]}}}"]
+    own, core = os.nice(0), f"{{{OURS[-1]}}}"
+    assert result.stdout.splitlines() == [f"{own} {core}", f"{min(19, own + 2)} {core}", f"{own} {core}"]
