@@ -68,11 +68,20 @@ class End:
     link: SidecarLink
 
     @classmethod
-    async def start(cls, work: Work, name: str, transfer: str, directory: Path, flags: tuple[str, ...]) -> Self:
+    async def start(
+        cls,
+        work: Work,
+        name: str,
+        transfer: str,
+        directory: Path,
+        arguments: tuple[str, ...] = (),
+        tcp_host: str | None = None,
+    ) -> Self:
+        """arguments: further flags of the sidecar."""
         fd = create_pool(work.layout)
         pool = np.frombuffer(mmap.mmap(fd, work.layout.total_bytes), dtype=np.uint8)
         pool[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8), len(pool))
-        options = SidecarOptions(name, directory, transfer=transfer, arguments=flags)
+        options = SidecarOptions(name, directory, transfer=transfer, tcp_host=tcp_host, arguments=arguments)
         link = await SidecarLink.start(options, fd, work.layout)
         async with asyncio.timeout(_COMPILE_S):
             while not (await link.counters())["compiled"]:  # noqa: ASYNC110 - a sidecar tells nobody
@@ -95,9 +104,9 @@ class Ends:
     receiver: End
 
     @classmethod
-    async def start(cls, work: Work, transfer: str, directory: Path, flags: tuple[str, ...] = ()) -> Self:
-        sender = await End.start(work, "sender", transfer, directory, flags)
-        receiver = await End.start(work, "receiver", transfer, directory, flags)
+    async def start(cls, work: Work, transfer: str, directory: Path, arguments: tuple[str, ...] = ()) -> Self:
+        sender = await End.start(work, "sender", transfer, directory, arguments)
+        receiver = await End.start(work, "receiver", transfer, directory, arguments)
         return cls(work, transfer, directory, sender, receiver)
 
     async def __aenter__(self) -> Self:

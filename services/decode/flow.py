@@ -203,6 +203,7 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "queue_s": record.timings.queue_s,
             "prefill_s": record.timings.prefill_s,
             "transfer_s": record.timings.transfer_s,
+            "moved_s": record.timings.moved_s,
             "commit_s": 0.0 if ticket.filling_at is None else now - ticket.filling_at,
             "bytes": tuple((c.name, c.num_bytes) for c in record.components),
             "wire_format": record.wire_format,

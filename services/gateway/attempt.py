@@ -80,6 +80,7 @@ def orders_of(
         remaining_s=remaining_s,
         waited_s=waited_s,
         kv_precision=request.kv_precision,
+        priority=request.priority,
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:
@@ -96,5 +97,6 @@ def orders_of(
         remaining_s=remaining_s,
         waited_s=waited_s,
         kv_precision=request.kv_precision,
+        priority=request.priority,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))

@@ -80,7 +80,7 @@ class RequestFlow:
         self._request = request
         self._begun_at = g.deps.clock.now()
         self._deadline = self._begun_at + request.timeout_s
-        self._place = Waiting(self._begun_at)
+        self._place = Waiting(self._begun_at, request.priority)
         self._failed_peers: frozenset[str] = frozenset()
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None

@@ -17,7 +17,7 @@ DEFAULT_TENANT = "default"
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and its n choices. sampling.seed is set by the gateway where the client gave none. tenant: by the API
-    key."""
+    key. priority: the smaller the number, the sooner its turn."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -27,6 +27,7 @@ class GenerationRequest:
     timeout_s: float = 600.0
     tenant: str = DEFAULT_TENANT
     kv_precision: KvPrecision = "lossless"
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

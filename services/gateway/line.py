@@ -1,4 +1,5 @@
-"""Who is next when room is scarce: first come, first served, with a bounded bypass. Pure: the time is passed in.
+"""Who is next when room is scarce: first come, first served among those of one priority, and the smaller number before
+all others; with a bounded bypass. Pure: the time is passed in.
 
 A request that does not fit waits; later ones that do fit may pass it, a bounded number of times or for a bounded time.
 Then it is *due*: the workers it aims at are kept for it, nobody behind it is sent there, and so they empty until it
@@ -22,10 +23,11 @@ class LineSettings:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A request's place in the line, by its arrival; kept while it is tried, so that it never has to queue anew. kept:
-    workers whose room is kept for it."""
+    """A request's place in the line, by its priority and arrival; kept while it is tried, so that it never has to queue
+    anew. kept: workers whose room is kept for it."""
 
     since: float
+    priority: int = 0
     passed: int = 0
     kept: frozenset[str] = field(default_factory=frozenset)
 
@@ -37,7 +39,7 @@ Lacks = Callable[[Place, frozenset[str]], frozenset[str]]
 
 
 class Line:
-    """Those who wait, eldest first."""
+    """Those who wait, in order: eldest first within a priority."""
 
     def __init__(self, settings: LineSettings = LineSettings()) -> None:
         self.settings = settings
@@ -47,7 +49,7 @@ class Line:
         return len(self._places)
 
     def join(self, place: Place) -> None:
-        insort(self._places, place, key=lambda p: p.since)
+        insort(self._places, place, key=lambda p: (p.priority, p.since))
 
     def leave(self, place: Place) -> None:
         if place in self._places:

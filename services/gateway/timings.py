@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.gateway.generation import TokenEvent
-from shared.protocol.messages import TicketTimings
+from shared.protocol.messages import TicketTimings, overlap_of
 from shared.runtime.clock import Clock
 
 
@@ -56,6 +56,8 @@ class Stopwatch:
             "prefill_queue_s": ticket.queue_s,
             "prefill_s": ticket.prefill_s,
             "transfer_s": ticket.transfer_s,
+            "moved_s": ticket.moved_s,
+            "overlap": overlap_of(ticket.prefill_s, ticket.transfer_s, ticket.moved_s),
             "commit_s": ticket.commit_s,
             "first_token_s": first,
             "second_token_s": second,

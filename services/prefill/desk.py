@@ -1,6 +1,7 @@
 """P's front desk: what arrives over NATS becomes a ticket, an event of a ticket, or a counted no-op."""
 
 import asyncio
+from collections.abc import Callable
 
 from services.prefill import flow
 from services.prefill.ticket import PrefillTicket
@@ -16,6 +17,7 @@ from shared.protocol.messages import (
     DestinationStatus,
     Fail,
     Prefill,
+    PrefillTimings,
     Verdict,
     WireModel,
 )
@@ -33,13 +35,18 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
     role = "prefill"
 
     def __init__(
-        self, deps: Deps, engine: Engine, link: Link, settings: flow.PrefillFlowSettings | None = None
+        self,
+        deps: Deps,
+        engine: Engine,
+        link: Link,
+        settings: flow.PrefillFlowSettings | None = None,
+        observe: Callable[[PrefillTimings], None] = lambda timings: None,
     ) -> None:
         super().__init__(deps, engine, link)
         self._arrived: dict[int, asyncio.Event] = {}
         self._num_held = 0
         wire = WireChoice(engine.layout, link, deps.counters)
-        self._flow = flow.PrefillFlow(deps, engine, link, wire, settings or flow.PrefillFlowSettings())
+        self._flow = flow.PrefillFlow(deps, engine, link, wire, settings or flow.PrefillFlowSettings(), observe)
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {

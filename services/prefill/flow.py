@@ -5,6 +5,7 @@ events of its machine there, or complete what this coroutine waits for.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ from shared.runtime.errors import (
 )
 from shared.runtime.overlap import Overlap, choose_cut
 from shared.runtime.scope import until
+from shared.transfer.classes import Standing, TrafficClass
 from shared.transfer.formats.agree import ran
 from shared.transfer.link import Link, OwnSidecarLost
 from shared.worker.notices import tell_failure
@@ -66,13 +68,14 @@ class PrefillFlowSettings:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFlow:
-    """What the coroutine works with."""
+    """What the coroutine works with. observe: is told how each hand-off went."""
 
     deps: Deps
     engine: Engine
     link: Link
     wire: WireChoice
     settings: PrefillFlowSettings = PrefillFlowSettings()
+    observe: Callable[[PrefillTimings], None] = lambda timings: None
 
 
 async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
@@ -94,8 +97,10 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                     queue_s=begun_at - ticket.granted_at,
                     prefill_s=computed_at - begun_at,
                     transfer_s=p.deps.clock.now() - computed_at,
+                    moved_s=ticket.moving.total_s,
                     backend=p.link.actual_backend(ticket.key),
                 )
+                p.observe(timings)
                 record = await _commit_record(p, ticket, first, timings)
                 ticket.apply(machine.AllSent(ticket.key.generation))
                 await _repeat_commit(p, ticket, record)
@@ -189,8 +194,11 @@ async def _send(
     p: PrefillFlow, ticket: PrefillTicket, destination: Destination, chunk: ChunkDone, wire_format: str
 ) -> None:
     """Hands the chunk's state over. Where the two sidecars lose each other, nobody can tell which end is cut off."""
+    traffic = TrafficClass.LAST if chunk.last else TrafficClass.HANDOFF
+    standing = Standing(traffic, ticket.order.priority)
     try:
-        await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces, wire_format)
+        with ticket.moving.span(p.deps.clock):
+            await p.link.send(ticket.key, destination.secret, destination.link, chunk.pieces, wire_format, standing)
     except PeerLost as error:
         error.by = "prefill" if isinstance(error, OwnSidecarLost) else "link"
         raise

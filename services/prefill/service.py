@@ -2,6 +2,7 @@
 
 from services.prefill.desk import PrefillDesk
 from services.prefill.flow import PrefillFlowSettings
+from services.prefill.metrics import HandoffMetrics
 from shared.engine.api import Engine, StepOutput
 from shared.runtime.deps import Deps
 from shared.runtime.settings import PrefillSettings
@@ -20,7 +21,7 @@ class PrefillService(WorkerService):
             overlap=self.settings.overlap,
             layers_per_send=self.settings.layers_per_send,
         )
-        return PrefillDesk(deps, engine, link, settings)
+        return PrefillDesk(deps, engine, link, settings, HandoffMetrics(self.registry).observe)
 
     def on_step(self, output: StepOutput) -> None:
         if isinstance(self.desk, PrefillDesk):

@@ -20,7 +20,8 @@ _GARBAGE_THRESHOLD = 20_000
 def main() -> None:
     try:
         settings = load_settings(SidecarProcessSettings, parse_flags(SidecarProcessSettings, sys.argv[1:]))
-    except ConfigError as error:
+        settings.placement.apply()
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(_EXIT_CONFIG)
     setup_logging(settings.name, settings.log_level, settings.log_format)

@@ -20,6 +20,7 @@ from shared.runtime.errors import BatonError
 from shared.runtime.ids import new_boot_id
 from shared.runtime.tasks import TaskOwner
 from shared.transfer.backend import Backend
+from shared.transfer.classes import Standing
 from shared.transfer.control import (
     POOL_BYTE,
     Ask,
@@ -46,7 +47,6 @@ from shared.transfer.pool import Pool
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
 from shared.transfer.warm import Warmer
-from shared.transfer.wire_book import on_wire_of
 
 _log = logging.getLogger(__name__)
 
@@ -86,9 +86,11 @@ class Sidecar:
         """A worker asks for a transfer only when its source is complete."""
         self._socket, self._port = "", 0
         settings.directory.mkdir(parents=True, exist_ok=True)
-        self._backends = self._start_backends(pool)
+        self._backends = settings.placement.call_stepped_back(lambda: self._start_backends(pool))
         self.address = self._describe()
-        self._outbox = Outbox(attach.layout, self._backends, self._on_moving)
+        self._outbox = Outbox(
+            attach.layout, self._backends, self._on_moving, settings.gate(), settings.placement.step_back
+        )
 
     async def serve(self, control: socket.socket) -> None:
         """Returns when the worker closed the control socket, which belongs to the sidecar from now on."""
@@ -152,7 +154,7 @@ class Sidecar:
 
     def _counters(self) -> dict[str, int]:
         compiled = {"compiled": int(self._pool.kernels is not None)}
-        return self._door.snapshot()[1] | self._outbox.counters | compiled
+        return self._door.snapshot()[1] | self._outbox.counters | self._outbox.traffic.as_counters() | compiled
 
     def _start_backends(self, pool: Pool) -> tuple[Backend, ...]:
         """In order of preference."""
@@ -206,17 +208,23 @@ class Sidecar:
     async def _carry_out(self, message: Open | Send | Ask | Ping) -> Reply:
         done = Reply(id=message.id)
         if isinstance(message, Ping):
-            return done.model_copy(update={"counters": self._counters()})
+            return done.model_copy(update={"counters": self._counters(), "sent": self._outbox.traffic.sent()})
         if isinstance(message, Open):
             self._door.open(message.key, message.secret, message.units, message.held_len, message.formats)
             self._warmer.soon(message.units)
             return done
         if isinstance(message, Send):
-            wire = await self._outbox.send(
-                message.key, message.secret, message.peer, message.pieces, self._complete, message.wire_format
+            standing = Standing(message.traffic, message.priority)
+            sent = await self._outbox.send(
+                message.key,
+                message.secret,
+                message.peer,
+                message.pieces,
+                self._complete,
+                message.wire_format,
+                standing,
             )
-            on_wire = on_wire_of(self._layout.components, message.pieces, wire)
-            return done.model_copy(update={"on_wire": on_wire, "bytes_per_s": wire.bytes_per_s})
+            return done.model_copy(update={"on_wire": sent.on_wire, "bytes_per_s": sent.bytes_per_s})
         if message.kind == "received":
             return done.model_copy(update={"receipt": digests_of(self._door.received(message.key, message.rank))})
         if message.kind == "sent":

@@ -7,7 +7,9 @@ from pydantic import Field, field_validator
 
 from shared.runtime.settings import SidecarSettings
 from shared.transfer.backend import Faults, Timing
+from shared.transfer.classes import Rules
 from shared.transfer.formats.catalog import offered
+from shared.transfer.gate import Gate
 
 
 class SidecarProcessSettings(SidecarSettings):
@@ -33,6 +35,15 @@ class SidecarProcessSettings(SidecarSettings):
     @property
     def timing(self) -> Timing:
         return Timing(connect_s=self.peer_timeout_s, stall_s=self.stall_timeout_s)
+
+    def gate(self) -> Gate:
+        """A new one."""
+        rules = Rules(
+            burst_bytes=int(self.burst_bytes),
+            background_bytes_per_s=None if self.background_bytes_per_s is None else float(self.background_bytes_per_s),
+            classes=self.traffic_classes,
+        )
+        return Gate(rules, int(self.background_window_bytes) if self.traffic_classes else 0)
 
     @property
     def injected(self) -> Faults:

@@ -104,11 +104,18 @@ class Engine(Protocol):
         """(pages, slots) that `reserve` would take. InvalidRequest where it could never fit."""
 
     def reserve(
-        self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, deadline: float = inf
+        self,
+        key: TicketKey,
+        prompt: tuple[int, ...],
+        sampling: SamplingSpec,
+        *,
+        decodes: bool,
+        deadline: float = inf,
+        priority: int = 0,
     ) -> None:
         """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
         PoolExhausted having taken nothing. InvalidRequest where it could never fit. deadline: by the engine's clock;
-        it says whose prompt has its turn first (`turns.py`) and ends nothing.
+        with the priority it says whose prompt has its turn first (`turns.py`), and it ends nothing.
 
         P may say yes on the strength of prompts that were computed ahead: they give way, and `prefill` begins once
         their pages are free."""

@@ -81,12 +81,19 @@ class BatchEngine:
         return self._capacity.check(self._new_group(_NOBODY, prompt, sampling, decodes))
 
     def reserve(
-        self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, deadline: float = inf
+        self,
+        key: TicketKey,
+        prompt: tuple[int, ...],
+        sampling: SamplingSpec,
+        *,
+        decodes: bool,
+        deadline: float = inf,
+        priority: int = 0,
     ) -> None:
         if key in self._scheduler.groups:
             raise ValueError(f"{key} is reserved already")
         group = self._new_group(key, prompt, sampling, decodes)
-        group.deadline = deadline
+        group.deadline, group.priority = deadline, priority
         self._scheduler.reserve(group)
         self._wake.set()  # others may have to give way
 

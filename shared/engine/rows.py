@@ -18,7 +18,7 @@ def chunk_rows(
     works = _waited_for(groups, settings) or _ahead(groups)
     if not works:
         return []
-    works.sort(key=lambda work: work.group.deadline)
+    works.sort(key=lambda work: (work.group.priority, work.group.deadline))
     parts = share_out(in_turn(works), num_decodes, settings)
     count_passes(works, parts)
     return [

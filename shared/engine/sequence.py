@@ -46,11 +46,12 @@ class Choice:
 class Group:
     """trunk_pages and trunk_slot belong to the prompt until the choices branch off; spare_pages and spare_slots are
     what was taken ahead for them then, with growth_tokens positions for each. max_new: tokens a choice may
-    generate, after clipping. deadline: the clock's time at which nobody waits for it any more. copies: still to be
-    carried out, in the first step that runs a choice. ahead: chunks computed that the consumer has not taken.
-    saved: its state in host memory, while it is preempted. gave_way: it was preempted and has not come back.
-    loading: the step under way brings its state back. passed: tokens that groups with a later deadline computed
-    while this one had some to compute. begun_at: when the first step with a part of the prompt was dispatched.
+    generate, after clipping. deadline: the clock's time at which nobody waits for it any more. priority: the smaller
+    comes first, whatever the deadlines. copies: still to be carried out, in the first step that runs a choice. ahead:
+    chunks computed that the consumer has not taken. saved: its state in host memory, while it is preempted. gave_way:
+    it was preempted and has not come back. loading: the step under way brings its state back. passed: tokens that
+    groups behind it computed while this one had some to compute. begun_at: when the first step with a part of the
+    prompt was dispatched.
 
     On P: asked: somebody takes its chunks. optimistic: it is computed though nobody does yet; attempts: how often
     that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn. cut:
@@ -64,6 +65,7 @@ class Group:
     max_new: int
     choices: list[Choice]
     deadline: float = inf
+    priority: int = 0
     phase: Phase = Phase.RESERVED
     trunk_pages: list[int] = field(default_factory=list)
     trunk_slot: int | None = None

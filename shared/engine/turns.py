@@ -1,10 +1,10 @@
 """Whose prompt a step computes, and how much of it.
 
-Order: who has least left comes first, so that short prompts do not wait behind long ones, but nobody is passed without
-bound: as soon as those with a later deadline have computed as many tokens as somebody has left, he is *due*. Who is due
-comes before all who are not, and the due ones come in the order of their deadlines. So whatever arrives, later ones
-compute at most as much before a prompt's turn as it has left itself, and the rest of a step. A request that is tried
-again keeps its deadline, and so its place.
+The smaller priority number comes first, always. Within a priority who has least left comes first, so that short prompts
+do not wait behind long ones, but nobody is passed without bound: as soon as those with a later deadline have computed
+as many tokens as somebody has left, he is *due*. Who is due comes before all who are not, and the due ones come in the
+order of their deadlines. So whatever of its priority arrives, later ones compute at most as much before a prompt's turn
+as it has left itself, and the rest of a step. A request that is tried again keeps its deadline, and so its place.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ Part = tuple[Work, int]
 
 
 def in_turn(works: Sequence[Work]) -> list[Work]:
-    """works: in the order of their deadlines."""
-    return sorted(works, key=lambda work: 0 if work.group.passed >= work.left else work.left)
+    """works: in the order of their priorities and then of their deadlines."""
+    return sorted(works, key=lambda work: (work.group.priority, 0 if work.group.passed >= work.left else work.left))
 
 
 def share_out(works: Sequence[Work], num_decodes: int, settings: EngineSettings) -> list[Part]:
@@ -81,7 +81,7 @@ def _up_to_budget(works: Sequence[Work], budget: int) -> list[Part]:
 
 
 def count_passes(works: Sequence[Work], parts: Sequence[Part]) -> None:
-    """Notes for each group of `works` (in the order of their deadlines) what `parts` computes of those behind it."""
+    """Notes for each group of `works` (ordered as `in_turn` wants them) what `parts` computes of those behind it."""
     taken = {id(work): count for work, count in parts}
     later = own = 0
     group: Group | None = None

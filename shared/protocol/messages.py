@@ -19,6 +19,8 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PeerName = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,64}$")]
 """Becomes part of a subject, so nothing else may be in it."""
 Index = Annotated[int, Field(ge=0)]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+"""Of a request: the smaller the number, the sooner its turn."""
 TokenId = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 MAX_CHOICES = 128
 MAX_ROLL_CALL = 1024
@@ -116,7 +118,8 @@ class Reserve(TicketMessage):
     sampling: SamplingSpec
     remaining_s: Seconds
     waited_s: Seconds = 0.0
-    """How old the request is: who has waited longest comes first."""
+    """How old the request is: who has waited longest comes first, among those of its priority."""
+    priority: Priority = 0
     kv_precision: KvPrecision = "lossless"
 
 
@@ -133,7 +136,8 @@ class Prefill(TicketMessage):
     sampling: SamplingSpec
     remaining_s: Seconds
     waited_s: Seconds = 0.0
-    """How old the request is: who has waited longest comes first."""
+    """How old the request is: who has waited longest comes first, among those of its priority."""
+    priority: Priority = 0
     kv_precision: KvPrecision = "lossless"
 
 
@@ -202,13 +206,25 @@ class OnWire(WireModel):
     num_bytes: Annotated[int, Field(ge=0)]
 
 
+def overlap_of(prefill_s: float, exposed_s: float, moved_s: float) -> float | None:
+    """Overlap efficiency: which part of the transfer was hidden behind the compute, of what could have been."""
+    could_s = min(moved_s, prefill_s)
+    return max(0.0, 1.0 - exposed_s / could_s) if could_s > 0 else None
+
+
 class PrefillTimings(WireModel):
-    """Seconds as P saw them."""
+    """Seconds as P saw them. transfer_s: from the end of the compute until all was confirmed (the *exposed* part);
+    moved_s: while state was on its way."""
 
     queue_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
     transfer_s: Seconds = 0.0
+    moved_s: Seconds = 0.0
     backend: str | None = None
+
+    @property
+    def overlap(self) -> float | None:
+        return overlap_of(self.prefill_s, self.transfer_s, self.moved_s)
 
 
 class Commit(TicketMessage):
@@ -257,6 +273,7 @@ class TicketTimings(WireModel):
     queue_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
     transfer_s: Seconds = 0.0
+    moved_s: Seconds = 0.0
     commit_s: Seconds = 0.0
     bytes: tuple[tuple[str, int], ...] = ()
     wire_format: str | None = None

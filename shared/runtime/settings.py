@@ -27,6 +27,7 @@ from shared.runtime.config_file import closest, read_config
 from shared.runtime.credentials import NatsSettings, masked, secret_fields
 from shared.runtime.mode import Mode, check_budget
 from shared.runtime.overlap import Overlap
+from shared.runtime.politeness import PolitenessSettings
 
 PREFIX = "BATON_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -111,12 +112,11 @@ class LinkSettings(CommonSettings):
     listen_host: str = Field("", description="address the sidecar listens on. Default: tcp_host")
 
 
-class SidecarSettings(LinkSettings):
+class SidecarSettings(PolitenessSettings, LinkSettings):  # of several configurations the last one counts
     """The process that moves a worker's bytes."""
 
     role: ClassVar[str] = "sidecar"
 
-    stall_timeout_s: Seconds = Field(15.0, description="a transfer that stands still for so long fails")
     peer_timeout_s: Seconds = Field(3.0, description="a peer that does not answer within this is not there")
     tcp_streams: Annotated[int, Field(ge=1, le=16)] = Field(
         1, description="connections over which a large transfer travels side by side; each takes a core on both sides"

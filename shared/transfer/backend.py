@@ -5,7 +5,6 @@ A backend has two halves. Its *listener* serves peers that connect (see `listene
 never holds an event loop.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -33,16 +32,50 @@ class Wire:
         self.used[component] = name, num_bytes + self.used.get(component, (name, 0))[1]
 
 
+class Turn(Protocol):
+    """When a transfer may send: a backend asks before each burst, so that what is more urgent waits for one at most.
+    burst_bytes: longest burst. window_bytes: what may be on its way at most, as far as the backend can tell; 0: any."""
+
+    @property
+    def burst_bytes(self) -> int: ...
+
+    @property
+    def window_bytes(self) -> int: ...
+
+    def wait(self, num_bytes: int) -> None:
+        """Blocks until the next burst may be sent; the one before is over. TransferError if the transfer is aborted."""
+
+    def at_once(self, num_bytes: int) -> bool:
+        """As `wait`, without blocking: False if it cannot be sent now."""
+
+    def rest(self) -> None:
+        """The burst before is over, and the next one may take a while to be there."""
+
+
+class _Always:
+    burst_bytes = 1 << 20
+    window_bytes = 0
+
+    def wait(self, num_bytes: int) -> None: ...
+
+    def at_once(self, num_bytes: int) -> bool:
+        return True
+
+    def rest(self) -> None: ...
+
+
+ALWAYS: Turn = _Always()
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One transfer: the right to make it, and what to move. go_on(num_bytes): called before each burst, blocks until it
-    may be moved, raises to end the transfer; None: nothing else wants the way."""
+    """One transfer: the right to make it, what to move, and when."""
 
     key: TicketKey
     secret: bytes
     pieces: tuple[Piece, ...]
     wire: Wire = field(default_factory=Wire)
-    go_on: Callable[[int], None] | None = None
+    turn: Turn = ALWAYS
 
 
 class Event(Protocol):

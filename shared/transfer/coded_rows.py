@@ -71,14 +71,15 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """On one connection. name: the format that was agreed on."""
+    """On one connection. name: the format that was agreed on. burst_bytes: sent without asking, at most."""
 
     connection: Connection
     pool: Pool
     name: str
+    burst_bytes: int = _BLOCK_BYTES
 
     def send(self, run: Run, layers: range, before: Callable[[int], None]) -> tuple[list[np.ndarray], Sent]:
-        """Sends all of `run` and returns the digests of each layer. before(num_bytes): called before each block, may
+        """Sends all of `run` and returns the digests of each layer. before(num_bytes): called before each burst, may
         raise. Reads no page any more when it ends, however it ends."""
         digests = np.empty((len(layers), len(run.units), DIGEST_BYTES), dtype=np.uint8)
         sent = Sent()
@@ -88,10 +89,12 @@ class CodedRows:
 
         with closing(_beside(made(block) for block in blocks(self._component(run), run, layers))) as ready:
             for data in ready:
-                before(_LENGTH.size + len(data))
-                began = time.monotonic()
-                self.connection.send_all([memoryview(_LENGTH.pack(len(data))), memoryview(data)])
-                sent += Sent(_LENGTH.size + len(data), time.monotonic() - began)
+                for burst in _bursts(data, self.burst_bytes):
+                    num_bytes = sum(map(len, burst))
+                    before(num_bytes)
+                    began = time.monotonic()
+                    self.connection.send_all(burst)
+                    sent += Sent(num_bytes, time.monotonic() - began)
         return list(digests), sent
 
     def receive(
@@ -183,6 +186,14 @@ class CodedRows:
                 digests[layer - first_layer, units] = self.pool.digests(block.run, layer)
             else:
                 digests[layer - first_layer, units] = np.frombuffer(xxhash.xxh3_128_digest(data), dtype=np.uint8)
+
+
+def _bursts(data: bytes, limit: int) -> Iterator[list[memoryview]]:
+    """A block behind its length."""
+    view, prefix = memoryview(data), [memoryview(_LENGTH.pack(len(data)))]
+    for at in range(0, max(1, len(view)), limit):
+        yield [*prefix, view[at : at + limit]]
+        prefix = []
 
 
 def _where(run: Run) -> slice | np.ndarray:

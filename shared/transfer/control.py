@@ -14,8 +14,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits, as_json
 from shared.state.layout import PoolLayout
+from shared.transfer.classes import TrafficClass
 from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.link import ComponentReceipt, Piece, Receipt, TicketKey
+from shared.transfer.traffic import Sent
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 POOL_BYTE = b"P"
@@ -56,6 +58,8 @@ class Send(Request):
     peer: LinkAddress
     pieces: tuple[Piece, ...]
     wire_format: str = "raw"
+    traffic: TrafficClass = TrafficClass.HANDOFF
+    priority: int = 0
 
 
 class Ask(Request):
@@ -76,7 +80,8 @@ class Reply(WireModel):
     message: str = ""
     receipt: tuple[ComponentDigest, ...] = ()
     counters: dict[str, int] = Field(default_factory=dict)
-    """In the answer to a ping."""
+    """In the answer to a ping, as is `sent`."""
+    sent: tuple[Sent, ...] = ()
     on_wire: tuple[OnWire, ...] = ()
     bytes_per_s: float | None = None
     """Of the link this time. Both in the answer to a send."""

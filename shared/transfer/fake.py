@@ -14,6 +14,7 @@ from shared.runtime.errors import GeometryMismatch, PeerLost, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests
+from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.fake_copy import LayerCopy
 from shared.transfer.formats.agree import EXACT_FORMATS
@@ -119,7 +120,13 @@ class FakeLink:
         self._received_backend.pop(key, None)
 
     async def send(
-        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], wire_format: str = EXACT
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        wire_format: str = EXACT,
+        standing: Standing = HANDOFF,
     ) -> None:
         ticket = self._sending.setdefault(key, _Outgoing())
         ticket.under_way.append(pieces)

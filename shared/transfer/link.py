@@ -11,6 +11,7 @@ from typing import Protocol
 from shared.protocol.messages import LinkAddress, OnWire
 from shared.protocol.packing import PackedUnits
 from shared.runtime.errors import PeerLost
+from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.formats.catalog import EXACT
 
@@ -95,12 +96,18 @@ class Link(Protocol):
         key is already quiesced. If the sidecar died, its death is the proof and this returns."""
 
     async def send(
-        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], wire_format: str = EXACT
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        wire_format: str = EXACT,
+        standing: Standing = HANDOFF,
     ) -> None:
         """Sender: returns when the receiver's sidecar has confirmed that all rows landed, raises if it did not happen.
         The source units must hold still until then. Several sends of one ticket may be under way; they are carried
         out in the order of the calls. wire_format: what both sides have and the ticket accepts; where the way gains
-        nothing by it rows travel as they are."""
+        nothing by it rows travel as they are. standing: which of all tickets' sends go first (`classes.py`)."""
 
     async def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
         """Sender: bytes and digests of everything sent so far under `key`, made from the source bytes. rank: of the

@@ -1,54 +1,49 @@
-"""The sending side of a sidecar: which transfer of which ticket runs when, over which backend and channel.
+"""The sending side of a sidecar: which transfer of which ticket runs over which backend and channel.
 
-Transfers of one ticket run in the order they were asked for; tickets do not wait for each other beyond a bound on
-transfers to one peer. Runs on the event loop and moves the blocking work to threads.
+Transfers of one ticket run in the order they were asked for; when each has its turn among those of all tickets, the
+gate says. Runs on the event loop and moves the blocking work to threads.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost, TransferError
+from shared.runtime.errors import TransferError
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
 from shared.transfer.backend import Backend, Channel, Digests, Event, Manifest, Wire
+from shared.transfer.channels import Channels, in_thread
+from shared.transfer.classes import HANDOFF, RANKS, Rules, Standing, TrafficClass
 from shared.transfer.formats.catalog import EXACT
+from shared.transfer.gate import Gate, GatedTurn
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.sending import travelling
+from shared.transfer.traffic import TrafficSums
+from shared.transfer.wire_book import Delivery, on_wire_of
 
-_PER_PEER = 2
-_MAX_THREADS = 16
+_MAX_THREADS = 64
+_MAX_QUIET_THREADS = 4
+"""For background and recovery apart: they wait long for their turns, and must not take the threads of the others."""
+_QUIET = frozenset({TrafficClass.RECOVERY, TrafficClass.BACKGROUND})
 _AT_ONCE_S = 0.0002
 """How long the loop itself waits for a small transfer, before a thread does."""
-_IDLE_S = 60.0
-"""How long a channel that nobody uses stays open for the next hand-off to the same peer."""
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Peer:
-    """Channels to one boot of one peer."""
-
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PER_PEER))
-    idle: list[tuple[Backend, Channel]] = field(default_factory=list)
-    expiries: dict[Channel, asyncio.TimerHandle] = field(default_factory=dict)
-    """Of the idle ones."""
-    users: int = 0
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What is known of one ticket. `channel` is set while a transfer of it reads the pool."""
+    """What is known of one ticket. asked: the classes of its transfers that are not over. turn: of the one that has its
+    place or waits for it. `channel` is set while a transfer of it reads the pool."""
 
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     """By the receiver's rank."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asked: list[TrafficClass] = field(default_factory=list)
+    turn: GatedTurn | None = None
     backend: str | None = None
     channel: Channel | None = None
     forgotten: bool = False
@@ -56,15 +51,24 @@ class _Outgoing:
 
 
 class Outbox:
-    """`backends` in order of preference. on_moving(key, backend) is called when a ticket's first transfer starts."""
+    """`backends` in order of preference. on_moving(key, backend) is called when a ticket's first transfer starts;
+    on_thread by each thread that sends, first of all."""
 
     def __init__(
-        self, layout: PoolLayout, backends: tuple[Backend, ...], on_moving: Callable[[TicketKey, str], None]
+        self,
+        layout: PoolLayout,
+        backends: tuple[Backend, ...],
+        on_moving: Callable[[TicketKey, str], None],
+        gate: Gate | None = None,
+        on_thread: Callable[[], None] | None = None,
     ) -> None:
-        self._layout, self._backends, self._on_moving = layout, backends, on_moving
-        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="send")
-        self._peers: dict[str, _Peer] = {}
+        self._layout, self._on_moving = layout, on_moving
+        self._gate = Gate(Rules()) if gate is None else gate
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "send", on_thread)
+        self._quiet_threads = ThreadPoolExecutor(_MAX_QUIET_THREADS, "send-quiet", on_thread)
+        self._channels = Channels(backends, self._threads)
         self._tickets: dict[TicketKey, _Outgoing] = {}
+        self.traffic = TrafficSums()
         self.counters: Counter[str] = Counter()
 
     async def send(
@@ -75,20 +79,22 @@ class Outbox:
         pieces: tuple[Piece, ...],
         event: Event,
         wire_format: str = EXACT,
-    ) -> Wire:
-        """Returns when the peer confirmed all of it; raises TransferError otherwise."""
+        standing: Standing = HANDOFF,
+    ) -> Delivery:
+        """Returns when the peer confirmed all of it; raises TransferError otherwise. A transfer that others of its
+        ticket wait for has at least their class."""
         ticket = self._tickets.get(key)
         if ticket is None:
             ticket = self._tickets[key] = _Outgoing()
-        async with ticket.turn:
-            manifest = Manifest(key, secret, pieces, Wire(wire_format))
-            digests, fit = await self._transfer(ticket, peer, manifest, event)
-            ledger = self._ledger(ticket, fit)
-            for piece, layers in zip(travelling(fit, pieces), digests, strict=True):
-                ledger.record(piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer)
-        for name, num_bytes in manifest.wire.used.values():
-            self.counters[f"coded_{name}_bytes"] += num_bytes
-        return manifest.wire
+        ticket.asked.append(standing.traffic)
+        if ticket.turn is not None:
+            ticket.turn.raise_to(standing.traffic)
+        try:
+            async with ticket.order:
+                manifest = Manifest(key, secret, pieces, Wire(wire_format))
+                return await self._transfer(ticket, peer, manifest, event, standing)
+        finally:
+            ticket.asked.remove(standing.traffic)
 
     def sent(self, key: TicketKey, rank: int | None = None) -> Receipt:
         """To a rank of the receiver's, the one of our own number if none is named. Of a key nothing was sent under, an
@@ -97,18 +103,14 @@ class Outbox:
         ledger = ticket.ledgers.get(self._layout.rank if rank is None else rank) if ticket else None
         return (ledger or Ledger(self._layout.components)).receipt()
 
-    def _ledger(self, ticket: _Outgoing, fit: Fit | None) -> Ledger:
-        rank = self._layout.rank if fit is None else fit.target_rank
-        if rank not in ticket.ledgers:
-            ticket.ledgers[rank] = Ledger(self._layout.components if fit is None else fit.components)
-        return ticket.ledgers[rank]
-
     async def forget(self, key: TicketKey) -> None:
         """Stops what is under way; when it returns no source unit is read for `key` any more."""
         ticket = self._tickets.get(key)
         if ticket is None:
             return
         ticket.forgotten = True
+        if ticket.turn is not None:
+            ticket.turn.abort()
         while ticket.channel is not None:
             ticket.still.clear()
             ticket.channel.abort()
@@ -120,47 +122,52 @@ class Outbox:
         """Ends every transfer and channel."""
         for key in list(self._tickets):
             await self.forget(key)
-        for peer in self._peers.values():
-            for _, channel in peer.idle:
-                peer.expiries.pop(channel).cancel()
-                channel.close()
-            peer.idle.clear()
-        self._peers.clear()
+        self._channels.close()
         self._threads.shutdown(wait=False)
+        self._quiet_threads.shutdown(wait=False)
 
     @property
     def num_tickets(self) -> int:
         return len(self._tickets)
 
     async def _transfer(
-        self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event
-    ) -> tuple[Digests, Fit | None]:
-        self._check_live(ticket)
-        peer = self._peers.get(address.boot_id)
-        if peer is None:
-            peer = self._peers[address.boot_id] = _Peer()
-        peer.users += 1
+        self, ticket: _Outgoing, address: LinkAddress, manifest: Manifest, event: Event, standing: Standing
+    ) -> Delivery:
+        _check_live(ticket)
+        began_at = self._gate.now()
+        highest = min(ticket.asked, key=RANKS.__getitem__)
+        turn = ticket.turn = self._gate.enter(address.boot_id, replace(standing, traffic=highest))
         try:
-            async with peer.slots:
-                self._check_live(ticket)
-                backend, channel = await self._channel(peer, address)
-                try:
-                    digests = await self._run(ticket, backend, channel, manifest, event)
-                except BaseException:
-                    channel.close()
-                    self.counters[f"failed_{backend.name}"] += 1
-                    raise
-                self._keep(peer, (backend, channel))
-                return digests, channel.fit
+            await turn.seat()
+            _check_live(ticket)
+            backend, channel = await self._channels.take(address)
+            try:
+                digests = await self._run(ticket, backend, channel, replace(manifest, turn=turn), event)
+            except BaseException:
+                channel.close()
+                self.counters[f"failed_{backend.name}"] += 1
+                raise
+            self._channels.keep(address.boot_id, (backend, channel))
+            delivery = self._enter(ticket, manifest, backend, channel.fit, digests)
+            busy_s = max(0.0, self._gate.now() - began_at - turn.waited_s)
+            self.traffic.add(standing.traffic, backend.name, delivery.on_wire, turn.waited_s, busy_s)
+            return delivery
         finally:
-            peer.users -= 1
-            self._prune()
+            ticket.turn = None
+            turn.leave()
 
     async def _run(
         self, ticket: _Outgoing, backend: Backend, channel: Channel, manifest: Manifest, event: Event
     ) -> Digests:
-        self._check_live(ticket)
+        _check_live(ticket)
         ticket.channel = channel
+        threads = self._quiet_threads if ticket.asked[0] in _QUIET else self._threads
+
+        def abort() -> None:
+            channel.abort()
+            if ticket.turn is not None:
+                ticket.turn.abort()
+
         try:
             # A small transfer is over before its start has been told.
             begun = channel.begin(manifest) if event.wait(0) else None
@@ -170,79 +177,35 @@ class Outbox:
                 self._on_moving(manifest.key, backend.name)
             if found is None:
                 work = partial(channel.transfer, manifest, event) if begun is None else begun.finish
-                found = await self._in_thread(work, channel.abort)
+                found = await in_thread(threads, work, abort)
+            return found
         finally:
             ticket.channel = None
             ticket.still.set()
+
+    def _enter(
+        self, ticket: _Outgoing, manifest: Manifest, backend: Backend, fit: Fit | None, digests: Digests
+    ) -> Delivery:
+        """What was confirmed, in the books."""
+        components, rank = self._layout.components, self._layout.rank
+        if fit is not None:
+            components, rank = fit.components, fit.target_rank
+        if rank not in ticket.ledgers:
+            ticket.ledgers[rank] = Ledger(components)
+        num_bytes, pieces = 0, travelling(fit, manifest.pieces)
+        for piece, layers in zip(pieces, digests, strict=True):
+            ticket.ledgers[rank].record(
+                piece.component, piece.first_unit, piece.rows_in_last, layers, piece.first_layer
+            )
+            component = components[piece.component]
+            num_bytes += payload_bytes(component, len(piece.units), piece.rows_in_last, len(layers))
         self.counters[f"sent_{backend.name}"] += 1
-        components = self._layout.components if channel.fit is None else channel.fit.components
-        self.counters[f"sent_{backend.name}_bytes"] += sum(
-            payload_bytes(components[piece.component], len(piece.units), piece.rows_in_last, len(layers))
-            for piece, layers in zip(travelling(channel.fit, manifest.pieces), found, strict=True)
-        )
-        return found
+        self.counters[f"sent_{backend.name}_bytes"] += num_bytes
+        for name, coded_bytes in manifest.wire.used.values():
+            self.counters[f"coded_{name}_bytes"] += coded_bytes
+        return Delivery(on_wire_of(components, pieces, manifest.wire), manifest.wire.bytes_per_s)
 
-    def _keep(self, peer: _Peer, entry: tuple[Backend, Channel]) -> None:
-        """Leaves a channel open for a while: a connection costs more than a small hand-off."""
 
-        def expire() -> None:
-            del peer.expiries[entry[1]]
-            peer.idle.remove(entry)
-            entry[1].close()
-            self._prune()
-
-        peer.idle.append(entry)
-        peer.expiries[entry[1]] = asyncio.get_running_loop().call_later(_IDLE_S, expire)
-
-    async def _channel(self, peer: _Peer, address: LinkAddress) -> tuple[Backend, Channel]:
-        while peer.idle:
-            backend, channel = peer.idle.pop()
-            peer.expiries.pop(channel).cancel()
-            if channel.is_idle():
-                return backend, channel
-            channel.close()
-        lost: PeerLost | None = None
-        for backend in self._backends:
-            if not backend.reaches(address):
-                continue
-            try:
-                return backend, await self._connect(backend, address)
-            except PeerLost as error:
-                lost = error
-        offered = ", ".join(address.backends) or "none"
-        raise lost or PeerLost(f"no backend of ours reaches the peer, which offers {offered}")
-
-    async def _connect(self, backend: Backend, address: LinkAddress) -> Channel:
-        opened: list[Channel] = []
-
-        def connect() -> Channel:
-            opened.append(backend.connect(address))
-            return opened[0]
-
-        try:
-            return await self._in_thread(connect, lambda: None)
-        except asyncio.CancelledError:
-            for channel in opened:
-                channel.close()
-            raise
-
-    async def _in_thread(self, work: Callable[[], T], abort: Callable[[], None]) -> T:
-        """Runs `work` in a thread. If we are cancelled it is told to stop and waited for: it reads our pages."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            abort()
-            await asyncio.wait([running])
-            running.exception()
-            raise
-
-    def _check_live(self, ticket: _Outgoing) -> None:
-        if ticket.forgotten:
-            raise TransferError("the ticket was forgotten")
-
-    def _prune(self) -> None:
-        """Drops peers nobody uses: a peer that restarts never comes back under that boot."""
-        for boot_id, peer in list(self._peers.items()):
-            if not peer.users and not peer.idle:
-                del self._peers[boot_id]
+def _check_live(ticket: _Outgoing) -> None:
+    if ticket.forgotten:
+        raise TransferError("the ticket was forgotten")

@@ -30,8 +30,8 @@ from shared.transfer.wire import Connection, Header
 
 _BACKLOG = 64
 _AT_ONCE_BYTES = 256 * 1024
-_BURST_BYTES = 8 * 1024 * 1024
-"""Of a transfer that may have to wait for others: about a millisecond of copying."""
+_PART_BURSTS = 8
+"""So many bursts are let through at once: the peer copies fast, and asking costs what copying a tenth of one does."""
 
 
 class ShmBackend:
@@ -174,33 +174,32 @@ class _ShmChannel:
         self._aborted = False
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
-        pieces = travelling(self.fit, manifest.pieces)
+        pieces, turn = travelling(self.fit, manifest.pieces), manifest.turn
         runs_of(self._pool, pieces)
         wait_for(event, lambda: self._aborted)
-        if manifest.go_on is None:
+        left, limit = self._num_bytes(pieces), _PART_BURSTS * turn.burst_bytes
+        if left <= limit:
+            turn.wait(max(1, left))
             return self._begin(manifest, pieces).finish()
-        left = self._num_bytes(pieces)
-        num_bursts = max(1, -(-left // _BURST_BYTES))
-        if self.fit is not None and self.fit.cuts_heads:  # the peer gathers all of it before the first is copied
-            for _ in range(num_bursts):
-                manifest.go_on(min(left, _BURST_BYTES))
-                left -= _BURST_BYTES
-            return self._begin(manifest, pieces).finish()
-        begun = self._begin(manifest, pieces, (_BURST_BYTES, num_bursts))
+        num_bursts = -(-left // limit)
+        gathered = self.fit is not None and self.fit.cuts_heads  # by the peer, all of it before the first is copied
+        begun = None if gathered else self._begin(manifest, pieces, (limit, num_bursts))
         for _ in range(num_bursts):
-            manifest.go_on(min(left, _BURST_BYTES))
-            self._connection.send_bytes(PERMIT)
-            begun.digest(_BURST_BYTES)
-            left -= _BURST_BYTES
-        return begun.finish()
+            turn.wait(min(left, limit))
+            if begun is not None:
+                self._connection.send_bytes(PERMIT)
+                begun.digest(limit)
+            left -= limit
+        return (begun or self._begin(manifest, pieces)).finish()
 
     def begin(self, manifest: Manifest) -> "_Begun | None":
         pieces, components = manifest.pieces, self._pool.layout.components
-        if self.fit is not None or manifest.go_on is not None:
+        if self.fit is not None or not all(0 <= piece.component < len(components) for piece in pieces):
             return None
-        if not all(0 <= piece.component < len(components) for piece in pieces):
+        num_bytes = self._num_bytes(pieces)
+        if num_bytes > _AT_ONCE_BYTES or not manifest.turn.at_once(max(1, num_bytes)):
             return None
-        return self._begin(manifest, pieces) if self._num_bytes(pieces) <= _AT_ONCE_BYTES else None
+        return self._begin(manifest, pieces)
 
     def _begin(self, manifest: Manifest, pieces: tuple[Piece, ...], bursts: tuple[int, int] = (0, 0)) -> "_Begun":
         wire = wire_pieces(self._pool, pieces, with_units=True)

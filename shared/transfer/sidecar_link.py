@@ -14,11 +14,13 @@ from typing import Self
 from shared.protocol.messages import LinkAddress, OnWire
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
+from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.control import Ask, Moving, Open, Reply, Send, receipt_of
 from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import OwnSidecarLost, Piece, Receipt, TicketKey
 from shared.transfer.sidecar_process import SidecarProcess
+from shared.transfer.traffic import Sent
 from shared.transfer.wire_book import WireBook
 
 _log = logging.getLogger(__name__)
@@ -167,7 +169,13 @@ class SidecarLink:
             self._backends.pop(key, None)
 
     async def send(
-        self, key: TicketKey, secret: bytes, peer: LinkAddress, pieces: tuple[Piece, ...], wire_format: str = EXACT
+        self,
+        key: TicketKey,
+        secret: bytes,
+        peer: LinkAddress,
+        pieces: tuple[Piece, ...],
+        wire_format: str = EXACT,
+        standing: Standing = HANDOFF,
     ) -> None:
         child = self._alive()
         if self._sending.setdefault(key, child) is not child:
@@ -181,6 +189,8 @@ class SidecarLink:
             peer=peer,
             pieces=pieces,
             wire_format=wire_format,
+            traffic=standing.traffic,
+            priority=standing.priority,
         )
         reply = await child.request(request, id)
         self._wires.sent(key, peer, reply)
@@ -211,6 +221,11 @@ class SidecarLink:
     async def counters(self) -> dict[str, int]:
         """What the sidecar counted since its start: admitted, landed, refused by reason, sent by backend."""
         return await self._alive().ping()
+
+    @property
+    def traffic(self) -> tuple[Sent, ...]:
+        """What the sidecar has sent since its start, by class and backend, as of about a second ago."""
+        return self._child.sent if self._child else ()
 
     async def close(self) -> None:
         """Ends the sidecar; when it returns nothing of the pool is read or written by it. Idempotent."""

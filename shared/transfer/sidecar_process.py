@@ -30,6 +30,7 @@ from shared.transfer.control import (
 )
 from shared.transfer.control_socket import ControlSocket
 from shared.transfer.link import OwnSidecarLost
+from shared.transfer.traffic import Sent
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
@@ -53,6 +54,8 @@ class SidecarProcess:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._ready: asyncio.Future[LinkAddress] = self._loop.create_future()
         self._lost: OwnSidecarLost | None = None
+        self.sent: tuple[Sent, ...] = ()
+        """As of its last answer to a ping."""
         self._hung_up = asyncio.Event()
         self._control = ControlSocket(sock, self._deliver, self._on_end)
         self._task = asyncio.create_task(self._bury(), name="sidecar-control")  # noqa: TID251 - ends with the process
@@ -126,7 +129,9 @@ class SidecarProcess:
     async def ping(self) -> dict[str, int]:
         """The sidecar's counters."""
         id = self.next_id()
-        return (await self.request(Ping(id=id), id)).counters
+        reply = await self.request(Ping(id=id), id)
+        self.sent = reply.sent
+        return reply.counters
 
     def kill(self) -> None:
         """Ends the process at once; `gone` follows."""

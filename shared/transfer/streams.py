@@ -5,6 +5,7 @@ To the receiver the parts are transfers of one ticket, none of which touches ano
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ import numpy as np
 from shared.runtime.errors import TransferError
 from shared.state.components import StateComponent
 from shared.state.remap import Fit
-from shared.transfer.backend import Begun, Channel, Digests, Event, Manifest, Wire
+from shared.transfer.backend import Begun, Channel, Digests, Event, Manifest, Turn, Wire
 from shared.transfer.ledger import payload_bytes
 from shared.transfer.link import Piece
 from shared.transfer.sending import travelling
@@ -51,8 +52,9 @@ class Streams:
             parts = cut(pieces, self._components, len(self._channels))
         if len(parts) == 1:
             return self._channels[0].transfer(manifest, event)
+        turn = _InTurn(manifest.turn)
         manifests = [
-            replace(manifest, pieces=tuple(piece for _, piece in part), wire=Wire(manifest.wire.wanted))
+            replace(manifest, pieces=tuple(piece for _, piece in part), wire=Wire(manifest.wire.wanted), turn=turn)
             for part in parts
         ]
         digests = self._side_by_side(manifests, event)
@@ -106,6 +108,25 @@ class Streams:
                 return [send(*pairs[0]), *(other.result() for other in others)]
             except BaseException:
                 raise failed[0] from None
+
+
+class _InTurn:
+    """One transfer's turn, for several threads that send it: they ask one after the other."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn, self._lock = turn, threading.Lock()
+        self.burst_bytes, self.window_bytes = turn.burst_bytes, turn.window_bytes
+
+    def wait(self, num_bytes: int) -> None:
+        with self._lock:
+            self._turn.wait(num_bytes)
+
+    def at_once(self, num_bytes: int) -> bool:
+        with self._lock:
+            return self._turn.at_once(num_bytes)
+
+    def rest(self) -> None:
+        """Another of them may be in the middle of a burst."""
 
 
 Part = list[tuple[int, Piece]]

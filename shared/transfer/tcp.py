@@ -4,19 +4,19 @@ copy in between; coded rows pass through the format that the header names."""
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import Corrupt, PeerLost
 from shared.state.remap import Fit
-from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing
+from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing, Turn
 from shared.transfer.coded_rows import CodedRows, Sent
 from shared.transfer.door import Door, Grant, Refused
 from shared.transfer.formats.catalog import EXACT, available, travels_as
 from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.pool import Pool, Run
-from shared.transfer.raw_rows import RawRows
+from shared.transfer.raw_rows import STEP_BYTES, RawRows
 from shared.transfer.regroup import RegroupingMover, source_of
 from shared.transfer.row_spans import Step
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
@@ -165,35 +165,28 @@ class _TcpChannel:
         return None
 
     def _send_raw(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, Sent]:
-        rows, began = RawRows(self._connection.fileno(), pool, apart=self._faults.delay_s > 0), time.monotonic()
-        digests = [rows.send(run, run.layers, self._before(manifest)) for run in runs]
+        pause, began, apart = self._pause(manifest), time.monotonic(), self._faults.delay_s > 0
+        rows = RawRows(self._connection.fileno(), pool, min(STEP_BYTES, manifest.turn.burst_bytes), apart)
+        digests = [rows.send(run, run.layers, pause) for run in runs]
         components = pool.layout.components
         num_bytes = sum(
             payload_bytes(components[run.component], len(run.units), run.rows_in_last, len(run.layers)) for run in runs
         )
-        return digests, Sent(num_bytes, time.monotonic() - began)
+        return digests, Sent(num_bytes, time.monotonic() - began - pause.spent_s)
 
     def _send_coded(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, Sent]:
         digests: Digests = []
-        rows, total = CodedRows(self._connection, pool, manifest.wire.wanted), Sent()
+        rows, total = CodedRows(self._connection, pool, manifest.wire.wanted, manifest.turn.burst_bytes), Sent()
         for run in runs:
-            found, sent = rows.send(run, run.layers, self._before(manifest))
+            found, sent = rows.send(run, run.layers, self._pause(manifest))
             digests.append(found)
             total += sent
             component = pool.layout.components[run.component]
             manifest.wire.add(run.component, travels_as(rows.name, component), sent.num_bytes)
         return digests, total
 
-    def _before(self, manifest: Manifest) -> Callable[[int], None]:
-        """What is called before each burst."""
-
-        def pause(num_bytes: int) -> None:
-            if manifest.go_on is not None:
-                manifest.go_on(num_bytes)
-            if self._faults.delay_s and self._aborted.wait(self._faults.delay_s):
-                raise PeerLost("aborted")
-
-        return pause
+    def _pause(self, manifest: Manifest) -> "_Pause":
+        return _Pause(self._connection, manifest.turn, self._aborted, self._faults.delay_s)
 
     def abort(self) -> None:
         self._aborted.set()
@@ -204,3 +197,19 @@ class _TcpChannel:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class _Pause:
+    """Before each burst: waits until it may be sent, and until not too much is on its way."""
+
+    def __init__(self, connection: Connection, turn: Turn, aborted: threading.Event, delay_s: float) -> None:
+        self._connection, self._turn, self._aborted, self._delay_s = connection, turn, aborted, delay_s
+        self.spent_s = 0.0
+
+    def __call__(self, num_bytes: int) -> None:
+        began = time.monotonic()
+        self._connection.drain(self._turn.window_bytes, self._aborted.is_set)
+        self._turn.wait(num_bytes)
+        if self._delay_s and self._aborted.wait(self._delay_s):
+            raise PeerLost("aborted")
+        self.spent_s += time.monotonic() - began

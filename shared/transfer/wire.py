@@ -14,12 +14,15 @@ format other than raw piece after piece, blocks behind their lengths (`coded_row
 the receiver cuts its state otherwise, both know from the layouts what of it goes this way.
 """
 
+import fcntl
 import hmac
 import os
 import select
 import socket
 import struct
+import termios
 import time
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,7 +38,9 @@ NONCE_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _SEQUENCE = struct.Struct("!Q")
 _TIMEVAL = struct.Struct("ll")
+_COUNT = struct.Struct("i")
 _IOVECS = 1000
+_DRAIN_POLL_S = 0.0002
 
 
 class Hello(WireModel):
@@ -119,6 +124,7 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._stall_s = stall_s
         whole = int(stall_s)
         limit = _TIMEVAL.pack(whole, int((stall_s - whole) * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -260,6 +266,16 @@ class Connection:
                 raise PeerLost(f"connection lost: {error}") from error
             at = _advance(views, at, moved)
 
+    def drain(self, window_bytes: int, is_aborted: Callable[[], bool]) -> None:
+        """Returns when no more than `window_bytes` (0: any) of what was sent has not arrived at the other end yet."""
+        deadline = time.monotonic() + self._stall_s
+        while window_bytes and _unarrived(self._sock) > window_bytes:
+            if is_aborted():
+                raise PeerLost("aborted")
+            if time.monotonic() > deadline:
+                raise TransferTimeout("the peer stopped reading")
+            time.sleep(_DRAIN_POLL_S)
+
     def receive_all(self, views: list[memoryview]) -> None:
         """Fills the views one after the other, straight from the socket."""
         at = 0
@@ -274,6 +290,12 @@ class Connection:
             if moved == 0:
                 raise PeerLost("connection closed")
             at = _advance(views, at, moved)
+
+
+def _unarrived(sock: socket.socket) -> int:
+    """Bytes in a TCP socket's send queue, which holds them until the other end has acknowledged them."""
+    (num_bytes,) = _COUNT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, _COUNT.pack(0)))
+    return int(num_bytes)
 
 
 def _advance(views: list[memoryview], at: int, moved: int) -> int:

@@ -1,6 +1,7 @@
 """What of a ticket was on the wire, as what, and how fast each link was: the sender's side of formats."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from shared.protocol.messages import LinkAddress, OnWire
 from shared.state.components import StateComponent
@@ -27,6 +28,14 @@ def on_wire_of(components: tuple[StateComponent, ...], pieces: tuple[Piece, ...]
         OnWire(name=components[index].name, wire_format=name, num_bytes=num_bytes)
         for index, (name, num_bytes) in sorted(used.items())
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A transfer that was confirmed: how its components travelled, and how fast, where enough was sent to tell."""
+
+    on_wire: tuple[OnWire, ...]
+    bytes_per_s: float | None
 
 
 class WireBook:

@@ -104,12 +104,19 @@ class WorkerDesk(ABC, Generic[T]):
         since = now - order.waited_s
         free = Need(*self.engine.left())
         try:
-            self.claims.check(order.request_id, need, since, free, now)
-            self.engine.reserve(ticket.key, order.prompt, order.sampling, decodes=decodes, deadline=ticket.deadline)
+            self.claims.check(order.request_id, need, since, free, now, order.priority)
+            self.engine.reserve(
+                ticket.key,
+                order.prompt,
+                order.sampling,
+                decodes=decodes,
+                deadline=ticket.deadline,
+                priority=order.priority,
+            )
         except PoolExhausted:
-            self.claims.leave(order.request_id, need, since, now)
+            self.claims.leave(order.request_id, need, since, now, order.priority)
             raise
-        self.claims.entered(order.request_id, since, now)
+        self.claims.entered(order.request_id, since, now, order.priority)
         ticket.need = need
 
     async def _serve(self, ticket: T) -> None:
@@ -136,7 +143,8 @@ class WorkerDesk(ABC, Generic[T]):
         """The other worker had no room. What was granted here is kept for the request's next try, but only every second
         time: two requests that each hold what the other lacks must not wait for each other for ever."""
         if ticket.key.room % 2:
-            self.claims.leave(ticket.order.request_id, ticket.need, ticket.since, self.deps.clock.now())
+            now, order = self.deps.clock.now(), ticket.order
+            self.claims.leave(order.request_id, ticket.need, ticket.since, now, order.priority)
 
     async def on_ping(self, _ping: Ping) -> Verdict:
         return Verdict(ok=True)

@@ -20,11 +20,12 @@ from shared.protocol.messages import Pages, WorkerReport
 from shared.runtime.cores import host_cores
 from shared.runtime.deps import Deps
 from shared.runtime.service import Service
-from shared.runtime.settings import WorkerSettings
+from shared.runtime.settings import SidecarSettings, WorkerSettings, load_settings
 from shared.transfer.link import Link
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
 from shared.worker.desk import WorkerDesk
 from shared.worker.gateway_watch import GatewayWatch
+from shared.worker.link_metrics import LinkCollector
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WorkerService(Service):
 
     async def start(self) -> None:
         settings = self.settings
+        load_settings(SidecarSettings)  # a mistake in them is better told now than by a sidecar that does not come up
         threads = settings.threads or host_cores()
         executor = ThreadExecutor(threads)
         model = await asyncio.wrap_future(executor.submit(self._load))  # not waited for by who is told to end meanwhile
@@ -87,7 +89,8 @@ class WorkerService(Service):
             nats=settings.nats_variables("sidecar"),
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),
         )
-        self.link = await SidecarLink.start(options, pool.fd, pool.layout, self._on_sidecar_restart)
+        link = self.link = await SidecarLink.start(options, pool.fd, pool.layout, self._on_sidecar_restart)
+        self.registry.register(LinkCollector(lambda: link.traffic))
         self.tasks.spawn_vital(self.link.run(), "sidecar-link")
         self.tasks.spawn_vital(self.engine.run(), "engine")
         deps = self.deps()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shared.runtime.errors import TransferError, TransferRefused
-from shared.transfer.backend import Digests, Faults, Manifest, Timing
+from shared.transfer.backend import ALWAYS, Digests, Faults, Manifest, Timing, Turn
 from shared.transfer.link import Piece
 from shared.transfer.permits import Permits
 from shared.transfer.pool import Run
@@ -23,19 +23,27 @@ LAYER_BYTES = 5 * LAYOUT.components[0].unit_bytes
 
 
 class Crossing:
-    """Counts the bursts that ask, and lets through as many as it is told."""
+    """A turn that counts the bursts that ask, and lets through as many as it is told."""
 
-    def __init__(self) -> None:
+    window_bytes = 0
+
+    def __init__(self, burst_bytes: int = LAYER_BYTES) -> None:
+        self.burst_bytes = burst_bytes
         self.asked: list[int] = []
         self._arrived, self._open = threading.Semaphore(0), threading.Semaphore(0)
         self.closed = False
 
-    def __call__(self, num_bytes: int) -> None:
+    def wait(self, num_bytes: int) -> None:
         self.asked.append(num_bytes)
         self._arrived.release()
         assert self._open.acquire(timeout=60)
         if self.closed:
             raise TransferError("not any more")
+
+    def at_once(self, num_bytes: int) -> bool:
+        return False
+
+    def rest(self) -> None: ...
 
     def wait_for(self, bursts: int) -> None:
         for _ in range(bursts):
@@ -54,10 +62,10 @@ class Two:
         self.channel = self.sender.backend.connect(self.receiver.address)
         self.threads = ThreadPoolExecutor(2)
 
-    def open(self, go_on: Crossing | None) -> Manifest:
+    def open(self, turn: Turn) -> Manifest:
         key, secret = new_ticket()
         self.receiver.door.open(key, secret, TABLE)
-        return Manifest(key, secret, (PIECE,), go_on)
+        return Manifest(key, secret, (PIECE,), turn=turn)
 
     def start(self, manifest: Manifest) -> Future[Digests]:
         return self.threads.submit(self.channel.transfer, manifest, is_set())
@@ -86,7 +94,7 @@ class Two:
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     """Bursts of a layer each."""
-    monkeypatch.setattr("shared.transfer.shm._BURST_BYTES", LAYER_BYTES)
+    monkeypatch.setattr("shared.transfer.shm._PART_BURSTS", 1)
     made = Two(tmp_path)
     yield made
     made.close()
@@ -116,18 +124,17 @@ def test_nothing_moves_beyond_the_bursts_that_may(two: Two) -> None:
     assert (np.array(found[0]) == [two.sender.pool.digests(Run(0, PIECE.units, 4), k) for k in range(3)]).all()
     assert two.receiver.door.received(manifest.key)[0].num_bytes == 3 * LAYER_BYTES
     # The connection is in step: transfers of either kind follow.
-    two.start(two.open(None)).result(60)
+    two.start(two.open(ALWAYS)).result(60)
     again = Crossing()
     again.let(3)
     two.start(two.open(again)).result(60)
 
 
-def test_more_permits_than_were_needed_leave_the_connection_in_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_permits_than_were_needed_leave_the_connection_in_step(two: Two) -> None:
     """Bursts are shorter than a unit, so each of them moves more than it may."""
-    monkeypatch.setattr("shared.transfer.shm._BURST_BYTES", 100)
     for _ in range(2):
         two.receiver.bytes[:] = POISON
-        crossing = Crossing()
+        crossing = Crossing(burst_bytes=100)
         running = two.start(two.open(crossing))
         crossing.let(3 * LAYER_BYTES // 100 - 3)
         until_landed(two, 2)
@@ -142,7 +149,7 @@ def test_a_transfer_of_nothing_has_its_turn_too(two: Two) -> None:
     crossing.wait_for(1)
     crossing.let(1)
     assert running.result(60) == []
-    two.start(two.open(None)).result(60)
+    two.start(two.open(ALWAYS)).result(60)
 
 
 def test_a_fence_does_not_wait_for_a_burst_that_may_not_go_on(two: Two) -> None:
@@ -185,9 +192,12 @@ def test_a_header_that_promises_more_permits_than_come_costs_only_its_own_transf
     key, secret = new_ticket()
     receiver.door.open(key, secret, TABLE)
     channel = sender.backend.connect(receiver.address)
+    monkeypatch.setattr("shared.transfer.shm._PART_BURSTS", 1)
     monkeypatch.setattr("shared.transfer.shm.PERMIT", b"")
+    crossing = Crossing()
+    crossing.let(3)
     with pytest.raises(TransferError) as caught:
-        channel.transfer(Manifest(key, secret, (PIECE,), lambda _: None), is_set())
+        channel.transfer(Manifest(key, secret, (PIECE,), turn=crossing), is_set())
     assert not isinstance(caught.value, TransferRefused)
     assert receiver.door.snapshot()[1]["failed_transfer_timeout"] == 1
     done = threading.Event()

@@ -80,6 +80,29 @@ def test_counters_say_who_computed_what(cluster: RealCluster) -> None:
     }
 
 
+def test_a_hand_off_shows_in_timings_and_metrics(cluster: RealCluster) -> None:
+    answer = cluster.complete(prompt=PROMPT * 60, max_tokens=2, priority=-1, baton={"timings": True, "strict": True})
+    timings = answer.body["baton"]["timings"]
+    assert timings["moved_s"] > 0, "300 tokens in two chunks"
+    assert timings["transfer_s"] > 0
+    assert 0 <= timings["overlap"] <= 1
+    port = cluster.workers("prefill")[0]["http_port"]
+    wanted = [
+        'baton_link_sent_bytes_total{backend="shm",class="last",component="kv"}',
+        'baton_link_transfers_total{backend="shm",class="handoff"}',
+        'baton_link_queue_seconds_total{backend="shm",class="last"}',
+        "baton_handoff_exposed_seconds_count",
+        "baton_handoff_overlap_efficiency_count",
+    ]
+
+    def shown() -> bool:
+        lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+        return all(any(line.startswith(name) for line in lines) for name in wanted)
+
+    poll(shown, "the prefill worker's metrics do not show what it has sent", 30.0)
+    assert {one["settings"]["burst_bytes"] for one in cluster.workers("sidecar")} == {1 << 20}
+
+
 def test_without_a_prefill_worker_strict_refuses_and_auto_says_local(cluster: RealCluster, tmp_path: Path) -> None:
     """In a second cluster beside the first, whose own workers stay as they are."""
     with RealCluster(tmp_path, restart=False) as other:

@@ -128,12 +128,15 @@ class Cluster:
         kv_precision: KvPrecision = "lossless",
         stop_after: dict[int, int] | None = None,
         leave_after: int | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> Answer:
         """A client. stop_after: choice -> tokens after which the text side stops it. leave_after: batches after
         which the client goes away."""
         spec = SamplingSpec(**({"temperature": 0.0, "max_tokens": 8} | sampling))
-        request = GenerationRequest("req-sim", tuple(prompt), spec, path, strict, timeout_s, kv_precision=kv_precision)
+        request = GenerationRequest(
+            "req-sim", tuple(prompt), spec, path, strict, timeout_s, kv_precision=kv_precision, priority=priority
+        )
         generation = self.gateway.flow.generate(request)
         answer = Answer([[] for _ in range(spec.n)], [None] * spec.n)
         batches = 0

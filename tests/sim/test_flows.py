@@ -1,11 +1,13 @@
 """A request's way through a simulated cluster: what the client sees, and that nothing is left behind."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from shared.protocol.messages import FinishReason
 from shared.runtime.errors import DeadlineExceeded, InvalidRequest, NoWorker
+from shared.transfer.classes import Standing, TrafficClass
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.virtual_time import run_virtual
 
@@ -41,6 +43,26 @@ def test_remote_equals_local_and_everything_comes_free(length: int, n: int) -> N
             assert prefill.engine.stats.tokens_generated == n
             assert prefill.engine.stats.prompt_tokens_computed == length
             assert sum(answer.timings["bytes"].values()) > 0
+
+    run_virtual(scenario())
+
+
+def test_the_last_chunk_of_a_hand_off_is_sent_as_such_with_the_priority_of_its_request() -> None:
+    async def scenario() -> None:
+        async with Cluster(prefill_chunk=8) as cluster:
+            link, sent = cluster.prefills[0].link, []
+            send = link.send
+
+            async def watched(key: Any, secret: bytes, peer: Any, pieces: Any, standing: Standing) -> None:
+                sent.append(standing)
+                await send(key, secret, peer, pieces, standing)
+
+            link.send = watched  # type: ignore[method-assign]
+            answer = await cluster.ask(prompt_of(20), max_tokens=2, ignore_eos=True, priority=-7)
+            assert answer.error is None
+            assert [one.traffic for one in sent] == [TrafficClass.HANDOFF, TrafficClass.HANDOFF, TrafficClass.LAST]
+            assert {one.priority for one in sent} == {-7}
+            await cluster.settle()
 
     run_virtual(scenario())
 

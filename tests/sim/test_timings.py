@@ -10,6 +10,7 @@ from services.gateway.generation import PathPolicy
 from shared.bus.memory import Envelope
 from shared.protocol import subjects
 from shared.runtime.mode import Mode
+from shared.transfer.fake import Mishap
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.virtual_time import run_virtual
 
@@ -59,6 +60,24 @@ def test_of_two_alike_the_one_with_less_time_is_computed_first() -> None:
                 await asyncio.sleep(0.25)
             waits = [(await task).timings["prefill_queue_s"] for task in tasks]
             assert waits == pytest.approx([0.0, 1.75, 0.5], abs=0.02)
+
+    run_virtual(scenario())
+
+
+def test_what_of_a_transfer_was_hidden_behind_the_compute() -> None:
+    """Three chunks of a second; each takes half a second to move, the first two while the next is computed."""
+
+    async def scenario() -> None:
+        async with Cluster(**CLUSTER) as cluster:
+            cluster.network.policy = lambda key, pieces: Mishap(delay_s=0.5)
+            answer = await cluster.ask(prompt_of(24), max_tokens=2, ignore_eos=True)
+            assert (answer.error, answer.path) == (None, "remote")
+            assert answer.timings["prefill_s"] == pytest.approx(3.0, abs=0.02)
+            assert answer.timings["moved_s"] == pytest.approx(1.5, abs=0.02)
+            assert answer.timings["transfer_s"] == pytest.approx(0.5, abs=0.02)
+            assert answer.timings["overlap"] == pytest.approx(2 / 3, abs=0.02)
+            local = await cluster.ask(prompt_of(24), path="local", max_tokens=2, ignore_eos=True)
+            assert (local.timings["moved_s"], local.timings["overlap"]) == (0.0, None)
 
     run_virtual(scenario())
 

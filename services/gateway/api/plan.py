@@ -84,6 +84,7 @@ def make_plan(
                 strict=baton.strict,
                 kv_precision=baton.kv_precision or limits.default_kv_precision,
                 timeout_s=limits.request_timeout_s,
+                priority=body.priority or 0,
                 tenant=context.tenant,
             )
         )

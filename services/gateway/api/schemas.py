@@ -11,6 +11,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Role = Literal["system", "developer", "user", "assistant"]
 
+PRIORITY_MIN, PRIORITY_MAX = -(1 << 31), (1 << 31) - 1
 SEED_MIN, SEED_MAX = -(1 << 63), (1 << 64) - 1
 MAX_METADATA = 16
 
@@ -53,6 +54,7 @@ class GenerationBody(Body):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=64)
     seed: Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=PRIORITY_MIN, le=PRIORITY_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -78,6 +78,15 @@ def test_who_is_due_comes_in_the_order_of_the_deadlines_and_then_of_the_start(
     assert books.step() == [(first, 0, 8)]
 
 
+def test_a_smaller_priority_number_comes_first_however_much_is_left_or_due() -> None:
+    books = Books(prefill_chunk=8, max_step_tokens=8)
+    for number, priority, length in ((1, 1, 8), (2, -1, 16), (3, 0, 8), (4, -1, 8)):
+        books.prompt(number, length, decodes=True).priority = priority
+    books.scheduler.groups[next(key for key in books.scheduler.groups if key.room == 1)].passed = 1000
+    prompts = [row for _ in range(5) for row in books.step() if row[2] - row[1] > 1]
+    assert prompts == [(4, 0, 8), (2, 0, 8), (2, 8, 16), (3, 0, 8), (1, 0, 8)]
+
+
 def test_a_request_that_is_tried_again_is_not_passed_anew() -> None:
     """It started last, and its deadline is the earliest: those with later ones pass it as much as it has left."""
     books = Books(prefill_chunk=8, max_step_tokens=8)

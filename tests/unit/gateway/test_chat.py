@@ -190,6 +190,7 @@ async def test_sampling_reaches_the_generator(gateway: Any) -> None:
             "repetition_penalty": 1.5,
             "min_tokens": 2,
             "ignore_eos": True,
+            "priority": -3,
             "stop_token_ids": [3],
             "baton": {"path": "local", "strict": True},
         },
@@ -212,7 +213,7 @@ async def test_sampling_reaches_the_generator(gateway: Any) -> None:
         "ignore_eos": True,
         "logprobs": None,
     }
-    assert (request.path, request.strict) == ("local", True)
+    assert (request.path, request.strict, request.priority) == ("local", True, -3)
 
 
 async def test_defaults(gateway: Any) -> None:

@@ -99,6 +99,17 @@ def test_equals_are_served_in_the_order_of_their_arrival(pages: list[int]) -> No
     assert crowd.served == places
 
 
+def test_the_smaller_priority_number_comes_first_and_within_it_who_came_first() -> None:
+    crowd, line = Crowd(Pool({"a": 10})), Line(RULES)
+    places = [Place(since, priority) for since, priority in ((1.0, 0), (2.0, 5), (3.0, -1), (4.0, 0), (5.0, -1))]
+    for place in places:
+        crowd.wants[place] = (10, 1.0)
+        line.join(place)
+    for now in range(2 * len(places)):
+        crowd.advance(line, 100.0 + now)
+    assert crowd.served == [places[index] for index in (2, 4, 0, 3, 1)]
+
+
 def test_small_ones_pass_a_big_one_three_times_and_then_it_is_next() -> None:
     crowd, line = Crowd(Pool({"a": 10})), Line(RULES)
     crowd.pool.free["a"] = 6  # something else runs

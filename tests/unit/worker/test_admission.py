@@ -70,6 +70,19 @@ def test_the_older_one_is_never_kept_out_by_the_younger() -> None:
     assert not worker.ask("younger", 1, 30.0, 100.0)
 
 
+def test_a_smaller_priority_number_comes_before_age() -> None:
+    claims, full, need = Claims(RULES), Need(0, 0), Need(6, 1)
+    claims.leave("old", need, 0.0, 60.0, priority=1)
+    with pytest.raises(PoolExhausted):
+        claims.check("young", need, 50.0, TOTAL, 60.0, priority=1)
+    claims.check("urgent", need, 50.0, TOTAL, 60.0, priority=0)
+    claims.leave("urgent", need, 1.0, 60.0, priority=0)
+    with pytest.raises(PoolExhausted):
+        claims.check("old", need, 0.0, full, 60.0, priority=1)
+    claims.entered("young", 50.0, 60.0, priority=1)
+    assert [claims._claims[name].passed for name in ("old", "urgent")] == [1, 1]
+
+
 def test_who_stops_asking_keeps_nothing() -> None:
     worker = Worker()
     worker.ask("first", 5, 0.0, 0.0)

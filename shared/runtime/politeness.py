@@ -1,0 +1,53 @@
+"""How a sidecar keeps out of the way of what is more urgent: of whoever computes on the same cores, and of hand-offs on
+the same link."""
+
+from typing import Annotated, Self
+
+from pydantic import ByteSize, Field, model_validator
+from pydantic_settings import BaseSettings
+
+from shared.runtime.placement import Placement
+
+_LEAST_BURST, _LONGEST_BURST = 1 << 12, 1 << 26
+
+
+class PolitenessSettings(BaseSettings):
+    """Part of a sidecar's settings."""
+
+    niceness: Annotated[int, Field(ge=0, le=19)] = Field(
+        10, description="how far the threads that move bytes step back for who computes on the same cores; 19: most"
+    )
+    cores: str = Field("", description="cores it runs on, as in 0,4-7. Default: its worker's")
+    numa_node: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="it runs on this node's cores and takes its own memory there"
+    )
+    traffic_classes: bool = Field(True, description="false: background is as urgent as hand-offs, for comparison")
+    burst_bytes: ByteSize = Field(
+        ByteSize(1 << 20), description="most that is sent before something more urgent has its turn, as in 1MiB"
+    )
+    background_bytes_per_s: ByteSize | None = Field(
+        None, description="most that background sends to one peer in a second, as in 20MB. Default: no cap"
+    )
+    background_window_bytes: ByteSize = Field(
+        ByteSize(256 << 10), description="most that background has on its way to one peer over tcp; 0: no limit"
+    )
+    stall_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        15.0, description="a transfer that stands still for so long fails"
+    )
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.of(self.niceness, self.cores, self.numa_node)
+
+    @model_validator(mode="after")
+    def _can_be_polite(self) -> Self:
+        Placement.of(self.niceness, self.cores, self.numa_node)
+        if not _LEAST_BURST <= self.burst_bytes <= _LONGEST_BURST:
+            raise ValueError(f"burst_bytes ({self.burst_bytes}) must be between 4KiB and 64MiB")
+        rate = self.background_bytes_per_s
+        if rate is not None and rate * self.stall_timeout_s < 4 * self.burst_bytes:
+            raise ValueError(
+                f"background_bytes_per_s ({rate}) is so low that its bursts of {self.burst_bytes} bytes would come too "
+                f"rarely for stall_timeout_s ({self.stall_timeout_s:g}): raise it, or lower burst_bytes"
+            )
+        return self
