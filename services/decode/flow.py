@@ -190,6 +190,7 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "bytes": tuple((c.name, c.num_bytes) for c in record.components),
             "wire_format": record.wire_format,
             "backend": record.timings.backend,
+            "backend_asked": record.timings.backend_asked,
         }
     )
     for first in record.first:

@@ -66,5 +66,6 @@ class Stopwatch:
             "bytes": dict(ticket.bytes),
             "wire_format": ticket.wire_format,
             "backend": ticket.backend,
+            "backend_asked": ticket.backend_asked,
             "recoveries": 0,
         }

@@ -86,6 +86,7 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                     prefill_s=computed_at - begun_at,
                     transfer_s=p.deps.clock.now() - computed_at,
                     backend=p.link.actual_backend(ticket.key),
+                    backend_asked=p.link.address.asked,
                 )
                 record = await _commit_record(p, ticket, first, timings)
                 ticket.apply(machine.AllSent(ticket.key.generation))

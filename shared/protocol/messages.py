@@ -79,6 +79,13 @@ class LinkAddress(WireModel):
     socket: str
     """Name of its socket in the IPC directory; peers that can open it are on the same host."""
     backends: tuple[str, ...]
+    endpoints: tuple[tuple[str, str], ...] = ()
+    """(backend, what it needs beyond host, port and socket to be reached), for those that do."""
+    asked: str = "auto"
+    """The setting `transfer` that `backends` come from."""
+
+    def endpoint(self, backend: str) -> str:
+        return dict(self.endpoints).get(backend, "")
 
 
 class Geometry(WireModel):
@@ -189,6 +196,8 @@ class PrefillTimings(WireModel):
     prefill_s: Seconds = 0.0
     transfer_s: Seconds = 0.0
     backend: str | None = None
+    backend_asked: str | None = None
+    """The setting `transfer` of P's sidecar."""
 
 
 class Commit(TicketMessage):
@@ -239,6 +248,7 @@ class TicketTimings(WireModel):
     bytes: tuple[tuple[str, int], ...] = ()
     wire_format: str | None = None
     backend: str | None = None
+    backend_asked: str | None = None
 
 
 class Tokens(WireModel):

@@ -1,0 +1,106 @@
+"""A transfer as spans of bytes: what lies where in two pools whose components are equal, neighbours merged.
+
+For backends that hand whole lists of addresses to somebody else. Arrays, not loops: a transfer has thousands of units.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shared.state.layout import PoolLayout
+from shared.transfer.pool import Run
+
+
+class Step(NamedTuple):
+    """One layer of one piece, and how many spans there are up to its end."""
+
+    piece: int
+    layer: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """mine, theirs: offsets into the two pools. In the order of bytes: piece after piece, layer after layer."""
+
+    mine: np.ndarray
+    theirs: np.ndarray
+    lengths: np.ndarray
+    steps: tuple[Step, ...]
+
+    def batches(self, max_bytes: int, max_spans: int, *, by_step: bool = False) -> Iterator[slice]:
+        """Consecutive spans, in as few batches as the limits allow; with `by_step` none goes over the end of a step."""
+        total = np.cumsum(self.lengths)
+        at, step = 0, 0
+        while at < len(total):
+            before = int(total[at - 1]) if at else 0
+            end = int(np.searchsorted(total, before + max_bytes, side="right"))
+            end = min(max(end, at + 1), at + max_spans)
+            if by_step:
+                while self.steps[step].end <= at:
+                    step += 1
+                end = min(end, self.steps[step].end)
+            yield slice(at, end)
+            at = end
+
+
+def holds(layout: PoolLayout, run: Run) -> bool:
+    """Whether every unit and row of `run` exists in a pool of this layout."""
+    if not 0 <= run.component < len(layout.components) or not run.units:
+        return False
+    component = layout.components[run.component]
+    limit = layout.units_of(component)
+    return min(run.units) >= 0 and max(run.units) < limit and 1 <= run.rows_in_last <= component.unit_tokens
+
+
+def spans_of(mine: PoolLayout, theirs: PoolLayout, runs: list[tuple[Run, Run]], max_bytes: int) -> Spans:
+    """Of pairs (ours, theirs) that hold equally many units; none of the spans is longer than `max_bytes`."""
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    steps: list[Step] = []
+    for piece, (ours, other) in enumerate(runs):
+        component = mine.components[ours.component]
+        a, lengths = _unit_spans(mine, ours)
+        b, _ = _unit_spans(theirs, other)
+        a, b, lengths = _cut(*_merged(a, b, lengths), max_bytes)
+        layers = np.arange(component.num_layers)[:, None]
+        a = (a + layers * component.unit_bytes * mine.units_of(component)).ravel()
+        b = (b + layers * component.unit_bytes * theirs.units_of(component)).ravel()
+        before = steps[-1].end if steps else 0
+        steps += [Step(piece, k, before + (k + 1) * len(lengths)) for k in range(component.num_layers)]
+        found.append((a, b, np.tile(lengths, component.num_layers)))
+    every = [np.concatenate(part) for part in zip(*found, strict=True)]
+    return Spans(every[0], every[1], every[2], tuple(steps))
+
+
+def _unit_spans(layout: PoolLayout, run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets, lengths) in the first layer: a unit each, but of a last unit that is not full one for each segment."""
+    component = layout.components[run.component]
+    starts = layout.offset_of(run.component) + run.index * component.unit_bytes
+    lengths = np.full(len(starts), component.unit_bytes, dtype=np.int64)
+    if run.rows_in_last == component.unit_tokens:
+        return starts, lengths
+    segments = math.prod(component.outer)
+    row_bytes = component.row_bytes // segments if segments else 0
+    parts = starts[-1] + np.arange(segments) * component.unit_tokens * row_bytes
+    part_lengths = np.full(segments, run.rows_in_last * row_bytes, dtype=np.int64)
+    return np.concatenate((starts[:-1], parts)), np.concatenate((lengths[:-1], part_lengths))
+
+
+def _merged(a: np.ndarray, b: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans that follow each other in both pools become one."""
+    joined = (a[1:] == a[:-1] + lengths[:-1]) & (b[1:] == b[:-1] + lengths[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return a[first], b[first], np.add.reduceat(lengths, first)
+
+
+def _cut(a: np.ndarray, b: np.ndarray, lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans longer than `limit` become several."""
+    counts = -(-lengths // limit)
+    if (counts == 1).all():
+        return a, b, lengths
+    whole = np.repeat(np.arange(len(a)), counts)
+    offsets = (np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)) * limit
+    return a[whole] + offsets, b[whole] + offsets, np.minimum(lengths[whole] - offsets, limit)
