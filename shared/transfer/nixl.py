@@ -31,7 +31,6 @@ _BATCH_BYTES = 4 << 20
 _BATCH_SPANS = 512
 _DEPTH = 2
 """Batches under way: while one is digested the next one moves."""
-_NOTICE_S = 1.0
 _GRACE_S = 1.0
 """How long reads under way may take to end by themselves once their transfer has been stopped."""
 _LONGEST_PAUSE_S = 0.0005
@@ -143,7 +142,7 @@ class _NixlMover:
             if len(ends) == _DEPTH:
                 self._await(agent, grant, _DEPTH - 1)
                 self._digest(grant, steps, ends.popleft(), digests)
-            if time.monotonic() - told >= _NOTICE_S:
+            if time.monotonic() - told >= self._timing.stall_s / 4:
                 self._connection.send(Answer(ok=True, reason=_MOVING))
                 told = time.monotonic()
         self._await(agent, grant, 0)

@@ -58,7 +58,8 @@ def holds(layout: PoolLayout, run: Run) -> bool:
 
 def spans_of(mine: PoolLayout, theirs: PoolLayout, runs: list[tuple[Run, Run]], max_bytes: int) -> Spans:
     """Of pairs (ours, theirs) that hold equally many units; none of the spans is longer than `max_bytes`."""
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    nothing = np.empty(0, dtype=np.int64)
+    found = [(nothing, nothing, nothing)]
     steps: list[Step] = []
     for piece, (ours, other) in enumerate(runs):
         component = mine.components[ours.component]

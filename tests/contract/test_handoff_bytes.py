@@ -19,10 +19,11 @@ from shared.protocol.messages import FirstToken, SamplingSpec
 from shared.state.components import IndexKind
 from shared.transfer.link import TicketKey
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from tests.contract.transfer_links import NIXL
 from tests.support_engine import EngineBench, running, undivided
 from tests.support_model import real_model
 
-KINDS = ["shm", "tcp"]
+KINDS = ["shm", "tcp", NIXL]
 SECRET = b"a secret of the ticket, 32 bytes"
 GREEDY = SamplingSpec(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingSpec(temperature=0.9, seed=7, n=3, max_tokens=9, ignore_eos=True)
