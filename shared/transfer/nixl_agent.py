@@ -39,6 +39,8 @@ _DEFAULTS = {
     "UCX_LOG_LEVEL": "error",
 }
 """For what the environment does not say."""
+_coming_and_going = threading.Lock()
+"""Agents begin and end one at a time: nobody promises that UCX likes it otherwise."""
 T = TypeVar("T")
 
 
@@ -78,9 +80,10 @@ class Region:
         """An agent with the pool registered, under a name that nobody had before. Raises PeerLost."""
         # Names of one length and without meaning, because NIXL finds some things by a part of them.
         config = self._nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-        agent = _worded(lambda: self._nixl.nixl_agent(secrets.token_hex(16), config))
-        _worded(lambda: agent.create_backend("UCX", self._ucx))
-        _worded(lambda: agent.register_memory([(self.address, self._array.nbytes, 0, "")], "DRAM"))
+        with _coming_and_going:
+            agent = _worded(lambda: self._nixl.nixl_agent(secrets.token_hex(16), config))
+            _worded(lambda: agent.create_backend("UCX", self._ucx))
+            _worded(lambda: agent.register_memory([(self.address, self._array.nbytes, 0, "")], "DRAM"))
         return agent
 
 
@@ -128,7 +131,8 @@ class ReadingAgent:
         if agent is None:
             return
         rest = weakref.ref(agent.agent)
-        del agent
+        with _coming_and_going:
+            del agent
         if rest() is not None:
             gc.collect()
         if rest() is not None:
