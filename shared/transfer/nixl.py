@@ -63,10 +63,10 @@ class NixlBackend:
         self._listener = Listener(sock, self.name, boot_id, door, self._greet, timing)
 
     def reaches(self, peer: LinkAddress) -> bool:
-        return self.name in peer.backends and peer.endpoint(self.name).isdecimal()
+        return self.name in peer.backends and _port_of(peer) > 0
 
     def connect(self, peer: LinkAddress) -> Channel:
-        where = (peer.host, int(peer.endpoint(self.name)))
+        where = (peer.host, _port_of(peer))
         try:
             sock = socket.create_connection(where, self._timing.connect_s)
         except OSError as error:
@@ -86,6 +86,12 @@ class NixlBackend:
         if min(layout.num_pages, layout.num_slots) < 0 or source.address + layout.total_bytes >= 1 << 63:
             raise Refused("geometry", "no pool can lie there")
         return _NixlMover(connection, self._pool, self._agents, source, layout, self._timing, self._faults)
+
+
+def _port_of(peer: LinkAddress) -> int:
+    """0 if it does not say."""
+    told = peer.endpoint(NixlBackend.name)
+    return int(told) if told.isdecimal() and len(told) <= 5 and int(told) < 1 << 16 else 0
 
 
 class _NixlMover:

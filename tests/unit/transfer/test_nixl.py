@@ -214,7 +214,8 @@ def test_a_peer_that_is_not_there_is_lost(ends: Ends, tmp_path: Path) -> None:
     gone.close()
     with pytest.raises(PeerLost, match="no sidecar answers"):
         ends.sender.backend.connect(gone.address)
-    assert not ends.sender.backend.reaches(gone.address.model_copy(update={"endpoints": ()}))
+    for told in ((), (("nixl", "65536"),), (("nixl", "-1"),), (("nixl", "9" * 5000),), (("tcp", "1"),)):
+        assert not ends.sender.backend.reaches(gone.address.model_copy(update={"endpoints": told}))
     assert not ends.sender.backend.reaches(gone.address.model_copy(update={"backends": ("tcp",)}))
 
 
