@@ -44,7 +44,7 @@ class Greeting(WireModel):
 
 
 class WirePiece(BaseModel):
-    """`units`: the sender's physical units, over shm only."""
+    """`units`: the sender's physical units, over shm and nixl only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     component: int
