@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 
+import numpy as np
 from pydantic import Field
 
 from shared.protocol.messages import LinkAddress, WireModel
@@ -88,6 +89,14 @@ class NixlBackend:
         return _NixlMover(connection, self._pool, self._agents, source, layout, self._timing, self._faults)
 
 
+def _part_of(run: Run, step: Step, layout: PoolLayout) -> Run:
+    if step.last - step.first == len(run.units):
+        return run
+    is_end = step.last == len(run.units)
+    rows = run.rows_in_last if is_end else layout.components[run.component].unit_tokens
+    return Run(run.component, run.units[step.first : step.last], rows)
+
+
 def _port_of(peer: LinkAddress) -> int:
     """0 if it does not say."""
     told = peer.endpoint(NixlBackend.name)
@@ -157,13 +166,17 @@ class _NixlMover:
         return digests
 
     def _digest(self, grant: Grant, steps: deque[Step], done: int, digests: Digests) -> None:
-        """Of the layers that have landed by now."""
+        """Of what has landed by now: the parts of a layer are put together with its last one."""
         while steps and steps[0].end <= done:
             step = steps.popleft()
-            run = grant.runs[step.piece]
-            if self._faults.corrupt and step.layer == 0:
+            run = _part_of(grant.runs[step.piece], step, self._pool.layout)
+            if self._faults.corrupt and step.layer == step.first == 0:
                 self._pool.flip_byte(run, step.layer)
-            digests[step.piece].append(self._pool.digests(run, step.layer))
+            found, layers = self._pool.digests(run, step.layer), digests[step.piece]
+            if step.first:
+                layers[-1] = np.concatenate((layers[-1], found))
+            else:
+                layers.append(found)
 
     def _await(self, agent: ReadingAgent, grant: Grant, most: int) -> None:
         """Until no more than `most` reads are under way. Raises if they stand still, or do not end once nobody wants

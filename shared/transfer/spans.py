@@ -15,16 +15,19 @@ from shared.transfer.pool import Run
 
 
 class Step(NamedTuple):
-    """One layer of one piece, and how many spans there are up to its end."""
+    """Units `first` up to `last`, not included, of one piece in one layer; `end` spans come up to there."""
 
     piece: int
     layer: int
+    first: int
+    last: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """mine, theirs: offsets into the two pools. In the order of bytes: piece after piece, layer after layer."""
+    """mine, theirs: offsets into the two pools. In the order of bytes: piece after piece, layer after layer, unit after
+    unit. steps: the same in parts that can be digested one by one."""
 
     mine: np.ndarray
     theirs: np.ndarray
@@ -57,22 +60,28 @@ def holds(layout: PoolLayout, run: Run) -> bool:
 
 
 def spans_of(mine: PoolLayout, theirs: PoolLayout, runs: list[tuple[Run, Run]], max_bytes: int) -> Spans:
-    """Of pairs (ours, theirs) that hold equally many units; none of the spans is longer than `max_bytes`."""
+    """Of pairs (ours, theirs) that hold equally many units. No span is longer than `max_bytes`, nor are the units of a
+    step together, unless it is a single one."""
     nothing = np.empty(0, dtype=np.int64)
     found = [(nothing, nothing, nothing)]
     steps: list[Step] = []
     for piece, (ours, other) in enumerate(runs):
-        component = mine.components[ours.component]
+        component, num_units = mine.components[ours.component], len(ours.units)
+        per_step = max(1, max_bytes // component.unit_bytes)
         a, lengths = _unit_spans(mine, ours)
         b, _ = _unit_spans(theirs, other)
-        a, b, lengths = _cut(*_merged(a, b, lengths), max_bytes)
+        part = np.minimum(np.arange(len(a)), num_units - 1) // per_step
+        a, b, lengths, part = _cut(*_merged(a, b, lengths, part), max_bytes)
         layers = np.arange(component.num_layers)[:, None]
         a = (a + layers * component.unit_bytes * mine.units_of(component)).ravel()
         b = (b + layers * component.unit_bytes * theirs.units_of(component)).ravel()
-        before = steps[-1].end if steps else 0
-        steps += [Step(piece, k, before + (k + 1) * len(lengths)) for k in range(component.num_layers)]
+        end = steps[-1].end if steps else 0
+        for layer in range(component.num_layers):
+            for first, count in zip(range(0, num_units, per_step), np.bincount(part).tolist(), strict=True):
+                end += count
+                steps.append(Step(piece, layer, first, min(first + per_step, num_units), end))
         found.append((a, b, np.tile(lengths, component.num_layers)))
-    every = [np.concatenate(part) for part in zip(*found, strict=True)]
+    every = [np.concatenate(column) for column in zip(*found, strict=True)]
     return Spans(every[0], every[1], every[2], tuple(steps))
 
 
@@ -90,18 +99,22 @@ def _unit_spans(layout: PoolLayout, run: Run) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate((starts[:-1], parts)), np.concatenate((lengths[:-1], part_lengths))
 
 
-def _merged(a: np.ndarray, b: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans that follow each other in both pools become one."""
-    joined = (a[1:] == a[:-1] + lengths[:-1]) & (b[1:] == b[:-1] + lengths[:-1])
+def _merged(
+    a: np.ndarray, b: np.ndarray, lengths: np.ndarray, part: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Spans of one part that follow each other in both pools become one."""
+    joined = (a[1:] == a[:-1] + lengths[:-1]) & (b[1:] == b[:-1] + lengths[:-1]) & (part[1:] == part[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return a[first], b[first], np.add.reduceat(lengths, first)
+    return a[first], b[first], np.add.reduceat(lengths, first), part[first]
 
 
-def _cut(a: np.ndarray, b: np.ndarray, lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _cut(
+    a: np.ndarray, b: np.ndarray, lengths: np.ndarray, part: np.ndarray, limit: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Spans longer than `limit` become several."""
     counts = -(-lengths // limit)
     if (counts == 1).all():
-        return a, b, lengths
+        return a, b, lengths, part
     whole = np.repeat(np.arange(len(a)), counts)
     offsets = (np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)) * limit
-    return a[whole] + offsets, b[whole] + offsets, np.minimum(lengths[whole] - offsets, limit)
+    return a[whole] + offsets, b[whole] + offsets, np.minimum(lengths[whole] - offsets, limit), part[whole]

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused
-from shared.transfer import nixl_agent
+from shared.transfer import nixl, nixl_agent
 from shared.transfer.backend import Channel, Faults, Manifest, Timing
+from shared.transfer.ledger import Ledger
 from shared.transfer.nixl import Source
 from shared.transfer.nixl_agent import ReadingAgent, SourceAgent
 from shared.transfer.pool import Run
 from tests.contract.test_transfer_backend import PIECES, TABLE, Peer, is_set
-from tests.contract.transfer_links import NIXL, POISON, new_ticket
+from tests.contract.transfer_links import LAYOUT, NIXL, POISON, new_ticket
 
 pytestmark = [*NIXL.marks]
 
@@ -136,6 +137,18 @@ def test_a_transfer_may_take_longer_than_a_stall(ends: Ends) -> None:
     ends.backend._faults = Faults(delay_s=0.8)
     ends.backend._timing = ends.sender.backend._timing = Timing(stall_s=2.0)  # type: ignore[attr-defined]
     ends.connect().transfer(ends.ticket(), is_set())
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 64, 200, 1000])
+def test_however_it_is_cut_the_same_lands(ends: Ends, batch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_BATCH_BYTES", batch_bytes)
+    manifest, expected = ends.ticket(), Ledger(LAYOUT.components)
+    for piece, layers in zip(PIECES, ends.connect().transfer(manifest, is_set()), strict=True):
+        expected.record(piece.component, piece.first_unit, piece.rows_in_last, layers)
+    assert ends.receiver.door.received(manifest.key) == expected.receipt()
+    theirs, mine = (LAYOUT.view(end.pool.bytes, 0) for end in (ends.sender, ends.receiver))
+    for there, here in zip(PIECES[0].units[:-1], TABLE[0], strict=False):
+        assert theirs[:, there].tobytes() == mine[:, here].tobytes()
 
 
 def test_a_sender_that_hangs_up_is_read_from_no_more(ends: Ends) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shared.state.layout import PoolLayout
 from shared.transfer.pool import Pool, Run
-from shared.transfer.spans import holds, spans_of
+from shared.transfer.spans import Step, holds, spans_of
 from tests.contract.transfer_links import LAYOUT
 
 OTHER = PoolLayout(LAYOUT.components, LAYOUT.num_pages + 9, LAYOUT.num_slots + 2)
@@ -51,6 +51,27 @@ def test_they_carry_what_the_views_of_a_pool_hold(runs: list[tuple[Run, Run]], m
     assert target.bytes == expected.bytes
 
 
+@given(pairs(), st.integers(1, 4096))
+def test_each_step_is_whole_units_and_all_are_there(runs: list[tuple[Run, Run]], max_bytes: int) -> None:
+    spans = spans_of(LAYOUT, OTHER, runs, max_bytes)
+    at, found = 0, []
+    for step in spans.steps:
+        run, component = runs[step.piece][0], LAYOUT.components[runs[step.piece][0].component]
+        whole = step.last - step.first - (step.last == len(run.units))
+        rows = whole * component.unit_tokens + (run.rows_in_last if step.last == len(run.units) else 0)
+        assert spans.lengths[at : step.end].sum() == rows * component.row_bytes
+        assert step.last == step.first + 1 or (step.last - step.first) * component.unit_bytes <= max_bytes
+        found += [(step.piece, step.layer, k) for k in range(step.first, step.last)]
+        at = step.end
+    assert at == len(spans.lengths)
+    assert found == [
+        (piece, layer, k)
+        for piece, (run, _) in enumerate(runs)
+        for layer in range(LAYOUT.components[run.component].num_layers)
+        for k in range(len(run.units))
+    ]
+
+
 @given(pairs(), st.integers(1, 4096), st.integers(1, 7), st.booleans())
 def test_batches_hold_every_span_once_and_keep_their_limits(
     runs: list[tuple[Run, Run]], max_bytes: int, max_spans: int, by_step: bool
@@ -71,7 +92,7 @@ def test_neighbours_on_both_sides_become_one() -> None:
     layers = LAYOUT.components[0].num_layers
     runs = [(Run(0, (1, 2, 5, 6), whole), Run(0, (3, 4, 5, 6), whole))]
     spans = spans_of(LAYOUT, OTHER, runs, 1 << 20)
-    assert [step.end for step in spans.steps] == [2 * (layer + 1) for layer in range(layers)]
+    assert list(spans.steps) == [Step(0, layer, 0, 4, 2 * (layer + 1)) for layer in range(layers)]
     assert set(spans.lengths.tolist()) == {2 * LAYOUT.components[0].unit_bytes}
 
 
