@@ -96,8 +96,8 @@ class ReadingAgent:
         self._region, self._agent = region, region.new_agent()
         self._under_way: deque[Any] = deque()
         try:
-            peer: bytes = _worded(lambda: self._agent.add_remote_agent(metadata))
-            self._peer = peer.decode(errors="replace")
+            peer: bytes | str = _worded(lambda: self._agent.add_remote_agent(metadata))  # said to be str, and is bytes
+            self._peer = peer if isinstance(peer, str) else peer.decode(errors="replace")
         except BaseException:
             self.destroy()
             raise
