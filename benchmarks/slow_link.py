@@ -82,7 +82,7 @@ class _Pair:
         began = time.perf_counter()
         for pages, traffic in parts:
             piece = Piece(0, first, tuple(pages), _WORK.layout.components[0].unit_tokens)
-            await self.sender.link.send(key, _SECRET, self.receiver.link.address, (piece,), Standing(traffic))
+            await self.sender.link.send(key, _SECRET, self.receiver.link.address, (piece,), standing=Standing(traffic))
             first += len(pages)
         took_s = time.perf_counter() - began
         await self.receiver.link.fence(key)

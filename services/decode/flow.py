@@ -209,6 +209,7 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "wire_format": record.wire_format,
             "wire_bytes": tuple((one.name, one.num_bytes) for one in record.on_wire),
             "backend": record.timings.backend,
+            "backend_asked": record.timings.backend_asked,
         }
     )
     for first in record.first:

@@ -69,5 +69,6 @@ class Stopwatch:
             "wire_format": ticket.wire_format,
             "wire_bytes": dict(ticket.wire_bytes),
             "backend": ticket.backend,
+            "backend_asked": ticket.backend_asked,
             "recoveries": 0,
         }

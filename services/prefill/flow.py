@@ -99,6 +99,7 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                     transfer_s=p.deps.clock.now() - computed_at,
                     moved_s=ticket.moving.total_s,
                     backend=p.link.actual_backend(ticket.key),
+                    backend_asked=p.link.address.asked,
                 )
                 p.observe(timings)
                 record = await _commit_record(p, ticket, first, timings)
@@ -194,7 +195,8 @@ async def _send(
     p: PrefillFlow, ticket: PrefillTicket, destination: Destination, chunk: ChunkDone, wire_format: str
 ) -> None:
     """Hands the chunk's state over. Where the two sidecars lose each other, nobody can tell which end is cut off."""
-    traffic = TrafficClass.LAST if chunk.last else TrafficClass.HANDOFF
+    ends = chunk.end == len(ticket.order.prompt)  # also its first layers, sent while the others are computed
+    traffic = TrafficClass.LAST if ends else TrafficClass.HANDOFF
     standing = Standing(traffic, ticket.order.priority)
     try:
         with ticket.moving.span(p.deps.clock):

@@ -20,6 +20,7 @@ from shared.runtime.errors import BatonError
 from shared.runtime.ids import new_boot_id
 from shared.runtime.tasks import TaskOwner
 from shared.transfer.backend import Backend
+from shared.transfer.backends import Site, start_backends
 from shared.transfer.classes import Standing
 from shared.transfer.control import (
     POOL_BYTE,
@@ -44,8 +45,6 @@ from shared.transfer.kernels import load_kernels
 from shared.transfer.link import TicketKey
 from shared.transfer.outbox import Outbox
 from shared.transfer.pool import Pool
-from shared.transfer.shm import ShmBackend
-from shared.transfer.tcp import TcpBackend
 from shared.transfer.warm import Warmer
 
 _log = logging.getLogger(__name__)
@@ -84,10 +83,8 @@ class Sidecar:
         self._complete = threading.Event()
         self._complete.set()
         """A worker asks for a transfer only when its source is complete."""
-        self._socket, self._port = "", 0
         settings.directory.mkdir(parents=True, exist_ok=True)
-        self._backends = settings.placement.call_stepped_back(lambda: self._start_backends(pool))
-        self.address = self._describe()
+        self._backends, self.address = settings.placement.call_stepped_back(lambda: self._start_backends(pool))
         self._outbox = Outbox(
             attach.layout, self._backends, self._on_moving, settings.gate(), settings.placement.step_back
         )
@@ -156,44 +153,23 @@ class Sidecar:
         compiled = {"compiled": int(self._pool.kernels is not None)}
         return self._door.snapshot()[1] | self._outbox.counters | self._outbox.traffic.as_counters() | compiled
 
-    def _start_backends(self, pool: Pool) -> tuple[Backend, ...]:
-        """In order of preference."""
-        settings, wanted = self._settings, self._settings.transfer
-        timing, faults = settings.timing, settings.injected
-        found: list[Backend] = []
-        if wanted in ("auto", "shm"):
-            self._socket = f"{self._boot_id}.sock"
-            found.append(
-                ShmBackend(
-                    pool, self._pool_fd, self._door, self._boot_id, settings.directory, self._socket, timing, faults
-                )
-            )
-        if wanted in ("auto", "tcp"):
-            host = settings.listen_host or settings.tcp_host
-            tcp = TcpBackend(
-                pool,
-                self._door,
-                self._boot_id,
-                host,
-                settings.tcp_port,
-                timing,
-                faults,
-                settings.formats,
-                settings.tcp_streams,
-            )
-            self._port = tcp.port
-            found.append(tcp)
-        return tuple(found)
-
-    def _describe(self) -> LinkAddress:
-        return LinkAddress(
+    def _start_backends(self, pool: Pool) -> tuple[tuple[Backend, ...], LinkAddress]:
+        settings = self._settings
+        site = Site(
+            pool=pool,
+            pool_fd=self._pool_fd,
+            door=self._door,
             boot_id=self._boot_id,
-            host=self._settings.tcp_host,
-            port=self._port,
-            socket=self._socket,
-            backends=tuple(backend.name for backend in self._backends),
-            formats=self._settings.formats,
+            directory=settings.directory,
+            host=settings.tcp_host,
+            listen_host=settings.listen_host or settings.tcp_host,
+            ports={"tcp": settings.tcp_port, "nixl": settings.nixl_port},
+            timing=settings.timing,
+            faults=settings.injected,
+            formats=settings.formats,
+            tcp_streams=settings.tcp_streams,
         )
+        return start_backends(site, settings.transfer)
 
     async def _answer(self, message: Open | Send | Ask | Ping) -> None:
         try:

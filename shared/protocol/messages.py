@@ -87,6 +87,13 @@ class LinkAddress(WireModel):
     backends: tuple[str, ...]
     formats: Annotated[tuple[FormatName, ...], Field(max_length=32)] = ("raw",)
     """Wire formats it can write and read."""
+    endpoints: tuple[tuple[str, str], ...] = ()
+    """(backend, what it needs beyond host, port and socket to be reached), for those that do."""
+    asked: str = "auto"
+    """The setting `transfer` that `backends` come from."""
+
+    def endpoint(self, backend: str) -> str:
+        return dict(self.endpoints).get(backend, "")
 
 
 class Geometry(WireModel):
@@ -221,6 +228,8 @@ class PrefillTimings(WireModel):
     transfer_s: Seconds = 0.0
     moved_s: Seconds = 0.0
     backend: str | None = None
+    backend_asked: str | None = None
+    """The setting `transfer` of P's sidecar."""
 
     @property
     def overlap(self) -> float | None:
@@ -279,6 +288,7 @@ class TicketTimings(WireModel):
     wire_format: str | None = None
     wire_bytes: tuple[tuple[str, int], ...] = ()
     backend: str | None = None
+    backend_asked: str | None = None
 
 
 class Tokens(WireModel):

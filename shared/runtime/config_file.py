@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_VARIABLE = "BATON_CONFIG"
+EXIT_CONFIG = 78
+"""Exit status of a process whose settings are wrong: starting it again cannot help."""
 
 
 class ConfigError(ValueError):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from shared.runtime.config_file import EXIT_CONFIG as EXIT_CONFIG
 from shared.runtime.errors import BatonError
 from shared.runtime.flags import parse_flags, unknown_variables
 from shared.runtime.last_resort import exit_within
@@ -15,8 +16,6 @@ from shared.runtime.telemetry import setup_logging
 
 log = logging.getLogger(__name__)
 
-EXIT_CONFIG = 78
-"""Exit status of a process whose settings are wrong: starting it again cannot help."""
 WORKER_SWITCH_INTERVAL_S = 0.0002
 _LINGER_S = 3.0
 

@@ -21,6 +21,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from shared.runtime.backend_names import chosen_names
 from shared.runtime.config_file import CONFIG_VARIABLE as CONFIG_VARIABLE
 from shared.runtime.config_file import ConfigError as ConfigError
 from shared.runtime.config_file import closest, read_config
@@ -105,11 +106,21 @@ class CommonSettings(NatsSettings):
 class LinkSettings(CommonSettings):
     """How a worker's bytes are moved: said to the worker, or to its sidecar."""
 
-    transfer: Literal["auto", "shm", "tcp"] = Field("auto", description="auto: shm on the same host, else tcp")
+    transfer: str = Field(
+        "auto",
+        description="link backends, the preferred first, as in shm,nixl,tcp. auto: shm on the same host, else tcp",
+    )
     ipc_dir: Path | None = Field(None, description="sockets of the sidecars of one host. Default: STATE_DIR/ipc")
     tcp_host: str = Field("127.0.0.1", description="address other hosts reach this sidecar at")
     tcp_port: Port = Field(0, description="port other hosts reach this sidecar at; 0: a free one")
+    nixl_port: Port = Field(0, description="port other hosts reach this sidecar's nixl at; 0: a free one")
     listen_host: str = Field("", description="address the sidecar listens on. Default: tcp_host")
+
+    @field_validator("transfer")
+    @classmethod
+    def _known_backends(cls, value: str) -> str:
+        chosen_names(value)
+        return value
 
 
 class SidecarSettings(PolitenessSettings, LinkSettings):  # of several configurations the last one counts

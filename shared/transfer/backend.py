@@ -94,7 +94,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Injected failures, for tests only. delay_s: pause before each layer (shm: of the receiver, tcp: of the sender).
+    """Injected failures, for tests only. delay_s: pause before each layer (tcp: of the sender, else of the receiver).
     corrupt: the receiver spoils the first byte of each component it writes. undigested: over shm both sides leave the
     digests out, which shows what they cost."""
 

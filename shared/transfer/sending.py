@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from shared.protocol.messages import WireModel
 from shared.protocol.packing import as_json
 from shared.runtime.errors import Corrupt, GeometryMismatch, PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
@@ -16,16 +17,18 @@ _EVENT_POLL_S = 0.02
 
 
 def introduce(
-    connection: Connection, boot_id: str, layout: PoolLayout, fd: int | None = None
+    connection: Connection, boot_id: str, layout: PoolLayout, fd: int | None = None, also: WireModel | None = None
 ) -> tuple[bytes, Fit | None]:
-    """Greets the peer and returns the connection's nonce, and where our state goes in the peer's if that cuts it
-    otherwise. Raises PeerLost if it is another boot than `boot_id`, TransferRefused if it does not want us. The
-    connection is closed on every failure."""
+    """Greets the peer, says `also` what its backend wants to know, and returns the connection's nonce, and where our
+    state goes in the peer's if that cuts it otherwise. Raises PeerLost if it is another boot than `boot_id`,
+    TransferRefused if it does not want us. The connection is closed on every failure."""
     try:
         hello = connection.receive(Hello)
         if hello.boot_id != boot_id:
             raise PeerLost(f"the peer restarted: it is {hello.boot_id} now, not {boot_id}")
         connection.send(Greeting(layout=layout), fd=fd)
+        if also is not None:
+            connection.send(also)
         expect_ok(connection)
         return hello.nonce, fit_between(layout, hello.layout)
     except GeometryMismatch as error:

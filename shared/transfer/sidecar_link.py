@@ -34,9 +34,9 @@ class SidecarOptions:
 
     name: of the sidecar in reports. ipc_dir: directory of the sockets by which sidecars of one host find each other.
     nats: how it reaches nats-server, as its environment; empty: it sends no reports. transfer: `auto` (shm where the
-    peer is on this host, else tcp), `shm` or `tcp`. tcp_host: what peers are told and, unless listen_host says
-    otherwise, where to listen. What is None is left to the sidecar's own settings. arguments: further flags of
-    `python -m services.sidecar`.
+    peer is on this host, else tcp), or backends by name, the preferred first. tcp_host: what peers are told and, unless
+    listen_host says otherwise, where to listen. What is None is left to the sidecar's own settings. arguments: further
+    flags of `python -m services.sidecar`.
     """
 
     name: str
@@ -45,6 +45,7 @@ class SidecarOptions:
     transfer: str | None = None
     tcp_host: str | None = None
     tcp_port: int | None = None
+    nixl_port: int | None = None
     listen_host: str | None = None
     arguments: tuple[str, ...] = ()
     start_timeout_s: float = 60.0
@@ -61,6 +62,7 @@ class SidecarOptions:
             "--transfer": self.transfer,
             "--tcp-host": self.tcp_host,
             "--tcp-port": self.tcp_port,
+            "--nixl-port": self.nixl_port,
             "--listen-host": self.listen_host,
         }
         given = [part for flag, value in pairs.items() if value is not None for part in (flag, str(value))]

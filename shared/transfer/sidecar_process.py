@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from shared.protocol.messages import LinkAddress, WireModel
+from shared.runtime.config_file import EXIT_CONFIG, ConfigError
 from shared.runtime.errors import PeerLost, error_from_code
 from shared.state.layout import PoolLayout
 from shared.transfer.control import (
@@ -71,7 +72,7 @@ class SidecarProcess:
         timeout_s: float,
     ) -> Self:
         """Starts the process, with `environment` on top of our own, and waits until peers can reach it. Raises PeerLost
-        if it does not come up."""
+        if it does not come up, ConfigError if it never will with these settings."""
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "services.sidecar", "--control-fd", str(theirs.fileno()), *arguments)
         with theirs:
@@ -92,8 +93,11 @@ class SidecarProcess:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(child._ready)
         except BaseException as error:
-            child.kill()
+            if not isinstance(error, OwnSidecarLost):  # then it ends by itself, and its status says why
+                child.kill()
             await child.gone.wait()
+            if process.returncode == EXIT_CONFIG:
+                raise ConfigError("the sidecar cannot start with its settings; it says why in its log") from error
             if isinstance(error, TimeoutError):
                 raise PeerLost(f"the sidecar did not come up within {timeout_s} s") from error
             raise

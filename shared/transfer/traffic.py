@@ -11,8 +11,8 @@ from shared.transfer.classes import TrafficClass
 
 
 class Sent(WireModel):
-    """Transfers that were confirmed. bytes: on the wire, by component and format. queue_s: they waited so long for their turns. busy_s: so long
-    they were under way, turns included."""
+    """Transfers that were confirmed. bytes: on the wire, by component and format. queue_s: they waited so long for
+    their turns. busy_s: so long they were under way beyond that."""
 
     traffic: TrafficClass
     backend: str

@@ -57,7 +57,7 @@ class Greeting(WireModel):
 
 class WirePiece(BaseModel):
     """A run of logical units in layers [first_layer, first_layer + num_layers). `units`: the sender's physical units,
-    over shm only."""
+    over shm and nixl only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     component: int

@@ -85,6 +85,7 @@ class WorkerService(Service):
             ipc_dir=settings.ipc_dir or settings.state_dir / "ipc",
             tcp_host=settings.tcp_host if "tcp_host" in chosen else None,
             tcp_port=settings.tcp_port if "tcp_port" in chosen else None,
+            nixl_port=settings.nixl_port if "nixl_port" in chosen else None,
             listen_host=settings.listen_host if "listen_host" in chosen else None,
             nats=settings.nats_variables("sidecar"),
             arguments=("--log-level", settings.log_level, "--log-format", settings.log_format),

@@ -12,12 +12,12 @@ import pytest_asyncio
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import TransferError
-from tests.contract.transfer_links import LAYOUT, Pair, expected_pool
+from tests.contract.transfer_links import LAYOUT, NIXL, Pair, expected_pool
 from tests.contract.transfer_trio import PIECES, TABLE, Trio, make_trio, pid, receipt_of_a_whole_transfer, until_whole
 from tests.support_wire import Break, Wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-KINDS = ["shm", "tcp"]
+KINDS = ["shm", "tcp", NIXL]
 STALL_S = 1.0
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

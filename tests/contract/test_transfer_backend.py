@@ -1,4 +1,4 @@
-"""The contract of `shared.transfer.backend`, run on shared memory and TCP with the door in this process."""
+"""The contract of `shared.transfer.backend`, run on every backend with the door in this process."""
 
 import mmap
 import os
@@ -16,14 +16,15 @@ from shared.runtime.errors import PeerLost, TransferError, TransferRefused, Tran
 from shared.transfer.backend import Backend, Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door
 from shared.transfer.link import Piece, TicketKey
+from shared.transfer.nixl import NixlBackend
 from shared.transfer.pool import Pool, Run, create_pool
 from shared.transfer.sending import runs_of
 from shared.transfer.shm import ShmBackend
 from shared.transfer.tcp import TcpBackend
 from shared.transfer.wire import Header, WirePiece, sign
-from tests.contract.transfer_links import LAYOUT, POISON, new_ticket
+from tests.contract.transfer_links import LAYOUT, NIXL, POISON, new_ticket
 
-KINDS = ["shm", "tcp"]
+KINDS = ["shm", "tcp", NIXL]
 TABLE = ((3, 4, 9), (), (), ())
 PIECES = (Piece(0, 0, (7, 8, 2), 3),)
 
@@ -38,12 +39,18 @@ class Peer:
         self.first: list[TicketKey] = []
         self.door = Door(LAYOUT, lambda key, _backend: self.first.append(key))
         name, port = f"{boot_id}.sock", 0
+        endpoints: tuple[tuple[str, str], ...] = ()
         if kind == "shm":
             self.backend: Backend = ShmBackend(self.pool, self.fd, self.door, boot_id, directory, name, timing, faults)
+        elif kind == "nixl":
+            self.backend = NixlBackend(self.pool, self.door, boot_id, "127.0.0.1", 0, timing, faults)
+            endpoints = (("nixl", str(self.backend.port)),)
         else:
             self.backend = TcpBackend(self.pool, self.door, boot_id, "127.0.0.1", 0, timing, faults)
             port = self.backend.port
-        self.address = LinkAddress(boot_id=boot_id, host="127.0.0.1", port=port, socket=name, backends=(kind,))
+        self.address = LinkAddress(
+            boot_id=boot_id, host="127.0.0.1", port=port, socket=name, backends=(kind,), endpoints=endpoints
+        )
 
     def close(self) -> None:
         self.backend.close()
@@ -195,7 +202,7 @@ def test_a_sender_that_goes_silent_times_out_and_leaves(kind: str, tmp_path: Pat
             channel.transfer(Manifest(key, secret, PIECES), is_set())
         assert receiver.door.snapshot()[1]["failed_transfer_timeout"] == 1
     else:
-        # Nothing of a shared-memory transfer waits for the sender once it is admitted.
+        # Nothing of a transfer that the receiver copies or reads waits for the sender once it is admitted.
         channel.transfer(Manifest(key, secret, PIECES), is_set())
     done = threading.Event()
     receiver.door.fence(key, done.set)

@@ -14,10 +14,10 @@ import xxhash
 from shared.runtime.errors import InvalidRequest, TransferError, TransferRefused, UnknownRoom
 from shared.state.layout import PoolLayout
 from shared.transfer.link import Piece, TicketKey
-from tests.contract.transfer_links import LAYOUT, POISON, Pair, Side, Wanted, expected_pool, make_pair, new_ticket
+from tests.contract.transfer_links import LAYOUT, NIXL, POISON, Pair, Side, Wanted, expected_pool, make_pair, new_ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-KINDS = ["fake", "shm", "tcp"]
+KINDS = ["fake", "shm", "tcp", NIXL]
 TABLE = ((3, 4, 9, 1, 20), (3, 4, 9, 1, 20), (2,), (5,))
 WHOLE = (
     Piece(0, 0, (7, 8, 2, 0, 23), 3),

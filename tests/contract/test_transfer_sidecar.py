@@ -20,10 +20,10 @@ from shared.runtime.errors import PeerLost, TransferError, TransferRefused, Unkn
 from shared.transfer import sidecar_process
 from shared.transfer.link import Piece, TicketKey
 from shared.transfer.sidecar_link import SidecarOptions
-from tests.contract.transfer_links import LAYOUT, POISON, Pair, Side, Wanted, make_pair, new_ticket, sidecar_side
+from tests.contract.transfer_links import LAYOUT, NIXL, POISON, Pair, Side, Wanted, make_pair, new_ticket, sidecar_side
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-KINDS = ["shm", "tcp"]
+KINDS = ["shm", "tcp", NIXL]
 TABLE = ((3, 4, 9), (), (), ())
 PIECES = (Piece(0, 0, (7, 8, 2), 3),)
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -246,8 +246,9 @@ async def fast(
 
 def connect(pair: Pair, directory: Path) -> socket.socket:
     address = pair.receiver.link.address
-    if pair.kind == "tcp":
-        return socket.create_connection((address.host, address.port), timeout=30)
+    if pair.kind != "shm":
+        port = int(address.endpoint(pair.kind) or address.port)
+        return socket.create_connection((address.host, port), timeout=30)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(30)
     sock.connect(str(directory / address.socket))

@@ -5,10 +5,13 @@ import mmap
 import os
 import secrets
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from shared.runtime.backend_names import NIXL_PACKAGES
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
 from shared.transfer.fake import FakeLink, FakeNetwork, Mishap
@@ -16,6 +19,13 @@ from shared.transfer.link import Piece, TicketKey
 from shared.transfer.pool import create_pool
 from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
 
+NIXL = pytest.param(
+    "nixl",
+    marks=pytest.mark.skipif(
+        not any(find_spec(package) for package in NIXL_PACKAGES),
+        reason="nixl is not installed, and needs a package of its own: pip install -e '.[nixl]'",
+    ),
+)
 POISON = 0xA5
 LAYOUT = PoolLayout(
     (
@@ -63,7 +73,7 @@ class Side:
 
 @dataclass
 class Pair:
-    """kind: fake, shm or tcp. Faults are those of both sides."""
+    """kind: fake, shm, tcp or nixl. Faults are those of both sides."""
 
     kind: str
     sender: Side

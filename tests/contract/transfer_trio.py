@@ -109,7 +109,7 @@ async def make_trio(
     apart: AbstractContextManager[None] | None = None,
     receiver_host: str | None = None,
 ) -> Trio:
-    """slow: over shared memory the receiver's copier is the slow one, over TCP the sender. apart: where the first
+    """slow: over TCP the sender is the slow one, else the receiver, who copies or reads. apart: where the first
     sender's process is started; the two others are started where the caller is."""
     options = SidecarOptions("s", directory, transfer=kind, arguments=flags, fence_timeout_s=3.0)
     dragging = replace(options, arguments=(*flags, "--faults", f"transfer.delay_s={LAYER_S}")) if slow else options
@@ -117,7 +117,7 @@ async def make_trio(
         sender = await sidecar_side(replace(dragging if kind == "tcp" else options, name="sender"))
     other, receiver = await asyncio.gather(
         sidecar_side(replace(options, name="other")),
-        sidecar_side(replace(dragging if kind == "shm" else options, name="receiver", tcp_host=receiver_host)),
+        sidecar_side(replace(dragging if kind != "tcp" else options, name="receiver", tcp_host=receiver_host)),
     )
     sender.scramble()
     other.scramble()

@@ -69,7 +69,7 @@ def test_counters_say_who_computed_what(cluster: RealCluster) -> None:
         assert answer.path == "remote"
         assert answer.body["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
         timings = answer.body["baton"]["timings"]
-        assert (timings["backend"], timings["attempts"]) == ("shm", 1)
+        assert (timings["backend_asked"], timings["backend"], timings["attempts"]) == ("auto", "shm", 1)
         assert timings["bytes"] == {"kv": 30 * 5 * 2 * 3 * 64 * 4}, "layers, tokens, K and V, heads, width, float32"
     after = counters()
     assert {name: after[name] - before[name] for name in after} == {

@@ -17,7 +17,7 @@ def test_reports_that_are_too_rare_are_refused_together() -> None:
     [
         ("decode.page_token=32", "did you mean 'page_tokens'?"),
         ("sidecar.cores=0-1000", "sidecar: cores: "),
-        ("sidecar.transfer=fast", "sidecar: transfer: Input should be 'auto', 'shm' or 'tcp'"),
+        ("sidecar.transfer=fast", "sidecar: transfer: no link backend 'fast', only auto, shm, tcp, nixl"),
         ("decoder.page_tokens=32", "no 'decoder' here"),
         ("common.page_token=32", "none that has 'page_token'"),
         ("page_tokens=32", "write role.field=value"),
