@@ -26,7 +26,8 @@ from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
 from shared.transfer.link import Piece, TicketKey
 from shared.transfer.pool import create_pool
-from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.transfer.sidecar_link import SidecarLink
+from shared.transfer.sidecar_options import SidecarOptions
 
 REPO = Path(__file__).parents[1]
 _ROWS = 16

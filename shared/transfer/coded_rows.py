@@ -20,11 +20,12 @@ import numpy as np
 import xxhash
 
 from shared.state.components import StateComponent
+from shared.transfer.connection import Connection
 from shared.transfer.formats.block import Damaged, block_shape
 from shared.transfer.formats.catalog import LOSSINESS, format_for
 from shared.transfer.pool import DIGEST_BYTES, Pool, Run
 from shared.transfer.row_spans import part_of
-from shared.transfer.wire import Connection, Malformed
+from shared.transfer.wire import Malformed
 
 _LENGTH = struct.Struct("!I")
 _BLOCK_BYTES = 2 << 20

@@ -22,64 +22,18 @@ from shared.machines.transfer import (
     may_write,
     step,
 )
-from shared.runtime.errors import InvalidRequest, TransferRefused, UnknownRoom
+from shared.runtime.errors import InvalidRequest, UnknownRoom
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
 from shared.transfer.formats.agree import EXACT_FORMATS
+from shared.transfer.grant import Grant, Refused, Stop
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Receipt, TicketKey
 from shared.transfer.pool import Run, units_array
 from shared.transfer.wire import Header, WirePiece, sign
 
 _NUM_TOMBSTONES = 4096
-
-
-class Refused(TransferRefused):
-    """Turned away at the door. `reason` is one word, for counters."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-
-
-class Stop:
-    """A threading.Event for one waiter, who seldom comes: making a real one takes longer than a small copy."""
-
-    __slots__ = ("_event", "_set")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._event: threading.Event | None = None
-
-    def is_set(self) -> bool:
-        return self._set
-
-    def set(self) -> None:
-        self._set = True
-        if self._event is not None:
-            self._event.set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        event = self._event = threading.Event()
-        if self._set:  # maybe before anybody could see the event
-            event.set()
-        return event.wait(timeout)
-
-
-@dataclass(slots=True, eq=False)
-class Grant:
-    """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set. pieces: in the
-    sender's units. runs: in ours; with a fit all that the rows of a piece lie in."""
-
-    key: TicketKey
-    backend: str
-    pieces: tuple[WirePiece, ...]
-    runs: tuple[Run, ...]
-    stopped: Stop
-    stop: Callable[[], None]
-    fit: Fit | None = None
-    wire_format: str = "raw"
 
 
 @dataclass(slots=True)

@@ -15,16 +15,19 @@ from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests
 from shared.transfer.classes import HANDOFF, Standing
-from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.door import Door
 from shared.transfer.fake_copy import LayerCopy
 from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.formats.catalog import EXACT
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.ledger import Ledger
 from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.mishap import Mishap as Mishap
 from shared.transfer.mishap import Policy, no_mishap
 from shared.transfer.pool import Pool, Run
 from shared.transfer.sending import runs_of, travelling, wire_pieces
+from shared.transfer.touches import Touch as Touch
+from shared.transfer.touches import touches
 from shared.transfer.wire import Header, sign
 
 _NAME = "fake"
@@ -41,16 +44,6 @@ class FakeNetwork:
 
     def new_boot_id(self) -> str:
         return f"fake{next(self._numbers):04d}"
-
-
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """A unit of this pool that the link may still write (its ticket is open) or read (a transfer is under way)."""
-
-    key: TicketKey
-    component: int
-    unit: int
-    writes: bool
 
 
 @dataclass(slots=True)
@@ -189,20 +182,8 @@ class FakeLink:
 
     def touched(self) -> list[Touch]:
         """Every unit that is not quiet, as far as this link is concerned."""
-        written = [
-            Touch(key, component, unit, True)
-            for key, tables in self._open_units.items()
-            for component, table in enumerate(tables)
-            for unit in table
-        ]
-        read = [
-            Touch(key, piece.component, unit, False)
-            for key, ticket in self._sending.items()
-            for pieces in ticket.under_way
-            for piece in pieces
-            for unit in piece.units
-        ]
-        return written + read
+        reads = [(key, pieces) for key, ticket in self._sending.items() for pieces in ticket.under_way]
+        return touches(self._open_units, reads)
 
     @property
     def num_tickets(self) -> int:

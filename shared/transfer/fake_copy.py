@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.transfer.door import Grant
+from shared.transfer.grant import Grant
 from shared.transfer.pool import Pool, Run
 from shared.transfer.regroup import Staging
 

@@ -15,19 +15,10 @@ from shared.runtime.errors import Corrupt, GeometryMismatch, PeerLost, TransferE
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests, Timing
-from shared.transfer.door import Door, Grant, Refused
-from shared.transfer.wire import (
-    MAC_BYTES,
-    NONCE_BYTES,
-    YES,
-    Answer,
-    Connection,
-    Greeting,
-    Header,
-    Hello,
-    Malformed,
-    parse,
-)
+from shared.transfer.connection import Connection
+from shared.transfer.door import Door
+from shared.transfer.grant import Grant, Refused
+from shared.transfer.wire import MAC_BYTES, NONCE_BYTES, YES, Answer, Greeting, Header, Hello, Malformed, parse
 
 _log = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 256

@@ -20,13 +20,15 @@ from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.bursts import in_parts
-from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.connection import Connection
+from shared.transfer.door import Door
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.listener import Listener, greeting
 from shared.transfer.nixl_agent import ReadingAgent, ReadingAgents, Region, SourceAgent, load_nixl
 from shared.transfer.pool import Pool, Run
 from shared.transfer.sending import header_frame, introduce, runs_of, wait_for, wire_pieces
 from shared.transfer.spans import Spans, Step, holds, spans_of
-from shared.transfer.wire import Answer, Connection, Header
+from shared.transfer.wire import Answer, Header
 
 _BACKLOG = 64
 _BATCH_BYTES = 4 << 20

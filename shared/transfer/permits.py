@@ -7,8 +7,8 @@ held back and has none.
 import time
 
 from shared.runtime.errors import TransferRefused, TransferTimeout
-from shared.transfer.door import Grant
-from shared.transfer.wire import Connection
+from shared.transfer.connection import Connection
+from shared.transfer.grant import Grant
 
 PERMIT = b"."
 _LOOK_S = 0.02

@@ -16,7 +16,7 @@ from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, Place, copy_spans
 from shared.state.remap.spans import Int64s
 from shared.transfer.backend import Digests, Faults
-from shared.transfer.door import Grant
+from shared.transfer.grant import Grant
 from shared.transfer.listener import Mover
 from shared.transfer.pool import Pool, Run
 from shared.transfer.wire import Header, WirePiece

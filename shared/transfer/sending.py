@@ -8,10 +8,11 @@ from shared.runtime.errors import Corrupt, GeometryMismatch, PeerLost, TransferE
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Event, Manifest
+from shared.transfer.connection import Connection
 from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import Piece
 from shared.transfer.pool import Pool, Run
-from shared.transfer.wire import YES, Answer, Connection, Greeting, Header, Hello, WirePiece, parse, sign
+from shared.transfer.wire import YES, Answer, Greeting, Header, Hello, WirePiece, parse, sign
 
 _EVENT_POLL_S = 0.02
 

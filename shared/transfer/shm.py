@@ -18,7 +18,9 @@ from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
-from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.connection import Connection
+from shared.transfer.door import Door
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.ledger import payload_bytes
 from shared.transfer.link import Piece
 from shared.transfer.listener import Listener, Mover, greeting
@@ -26,7 +28,7 @@ from shared.transfer.permits import PERMIT, Permits
 from shared.transfer.pool import Pool, Run, room_for_digests
 from shared.transfer.regroup import GatheringMover, RegroupingMover, source_of
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
-from shared.transfer.wire import Connection, Header
+from shared.transfer.wire import Header
 
 _BACKLOG = 64
 _AT_ONCE_BYTES = 256 * 1024

@@ -11,8 +11,10 @@ from shared.runtime.errors import Corrupt, PeerLost
 from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing, Turn
 from shared.transfer.coded_rows import CodedRows, Sent
-from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.connection import Connection
+from shared.transfer.door import Door
 from shared.transfer.formats.catalog import EXACT, available, travels_as
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.pool import Pool, Run
@@ -21,7 +23,7 @@ from shared.transfer.regroup import RegroupingMover, source_of
 from shared.transfer.row_spans import Step
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
 from shared.transfer.streams import Streams
-from shared.transfer.wire import Answer, Connection, Header
+from shared.transfer.wire import Answer, Header
 
 _BACKLOG = 64
 _LEAST_MEASURED_BYTES = 256 << 10

@@ -22,7 +22,8 @@ from shared.runtime.deps import Deps
 from shared.runtime.service import Service
 from shared.runtime.settings import SidecarSettings, WorkerSettings, load_settings
 from shared.transfer.link import Link
-from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.transfer.sidecar_link import SidecarLink
+from shared.transfer.sidecar_options import SidecarOptions
 from shared.worker.desk import WorkerDesk
 from shared.worker.gateway_watch import GatewayWatch
 from shared.worker.link_metrics import LinkCollector

@@ -19,7 +19,8 @@ from shared.protocol.messages import FirstToken, SamplingSpec
 from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.components import IndexKind
 from shared.transfer.link import TicketKey
-from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.transfer.sidecar_link import SidecarLink
+from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import NIXL
 from tests.support_engine import EngineBench, running, undivided
 from tests.support_model import real_model

@@ -15,7 +15,8 @@ from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
 from shared.transfer.classes import Standing, TrafficClass
 from shared.transfer.link import Piece, TicketKey
-from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.transfer.sidecar_link import SidecarLink
+from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import Side, new_ticket, sidecar_side
 
 ROWS, ROW_BYTES, NUM_PAGES = 16, 1024, 64

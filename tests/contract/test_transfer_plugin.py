@@ -7,7 +7,8 @@ import pytest
 
 from shared.runtime.settings import ConfigError
 from shared.transfer.pool import create_pool
-from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.transfer.sidecar_link import SidecarLink
+from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import LAYOUT, Pair, expected_pool, make_pair, new_ticket
 from tests.contract.transfer_trio import PIECES, TABLE
 from tests.support_plugin import install

@@ -22,7 +22,7 @@ from shared.transfer.link import Piece, Receipt
 from shared.transfer.pool import Pool, create_pool
 from shared.transfer.sending import travelling
 from shared.transfer.shm import ShmBackend
-from shared.transfer.sidecar_link import SidecarOptions
+from shared.transfer.sidecar_options import SidecarOptions
 from shared.transfer.tcp import TcpBackend
 from tests.contract.transfer_links import Side, new_ticket, sidecar_side
 from tests.support_remap import Rank, Whole, poisoned, put, random_whole

@@ -19,7 +19,7 @@ import pytest_asyncio
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused, UnknownRoom
 from shared.transfer import sidecar_process
 from shared.transfer.link import Piece, TicketKey
-from shared.transfer.sidecar_link import SidecarOptions
+from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import LAYOUT, NIXL, POISON, Pair, Side, Wanted, make_pair, new_ticket, sidecar_side
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -17,7 +17,8 @@ from shared.state.layout import PoolLayout
 from shared.transfer.fake import FakeLink, FakeNetwork, Mishap
 from shared.transfer.link import Piece, TicketKey
 from shared.transfer.pool import create_pool
-from shared.transfer.sidecar_link import SidecarLink, SidecarOptions
+from shared.transfer.sidecar_link import SidecarLink
+from shared.transfer.sidecar_options import SidecarOptions
 
 NIXL = pytest.param(
     "nixl",

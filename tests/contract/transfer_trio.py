@@ -10,7 +10,7 @@ import numpy as np
 
 from shared.protocol.messages import LinkAddress
 from shared.transfer.link import Piece, Receipt, TicketKey
-from shared.transfer.sidecar_link import SidecarOptions
+from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import Pair, Side, Units, expected_pool, new_ticket, sidecar_side
 
 TABLE = ((3, 4, 9, 1, 20), (3, 4, 9, 1, 20), (2,), (5,))

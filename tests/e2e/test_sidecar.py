@@ -16,7 +16,7 @@ from shared.bus.server import NatsServer
 from shared.protocol import subjects
 from shared.protocol.messages import WorkerReport, decode
 from shared.transfer.link import Piece
-from shared.transfer.sidecar_link import SidecarOptions
+from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import Side, new_ticket, sidecar_side
 from tests.support_client import is_alive
 

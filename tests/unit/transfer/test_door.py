@@ -9,7 +9,8 @@ import pytest
 from shared.runtime.errors import InvalidRequest, UnknownRoom
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
-from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.door import Door
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.link import TicketKey
 from shared.transfer.wire import Header, WirePiece, sign
 

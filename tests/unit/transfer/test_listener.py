@@ -9,9 +9,10 @@ import pytest
 
 from shared.transfer import listener as module
 from shared.transfer.backend import Timing
+from shared.transfer.connection import Connection
 from shared.transfer.door import Door
 from shared.transfer.listener import Listener
-from shared.transfer.wire import Connection, Hello, Malformed
+from shared.transfer.wire import Hello, Malformed
 from tests.unit.transfer.test_door import LAYOUT
 
 

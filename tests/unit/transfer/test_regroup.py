@@ -11,7 +11,8 @@ from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout, Shard
 from shared.state.remap import Fit, fit_between
 from shared.transfer.backend import Digests
-from shared.transfer.door import Door, Grant, Refused
+from shared.transfer.door import Door
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.link import TicketKey
 from shared.transfer.pool import Pool, Run
 from shared.transfer.regroup import RegroupingMover, Staging, source_of

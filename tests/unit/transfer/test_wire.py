@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from shared.runtime.errors import PeerLost, TransferTimeout
-from shared.transfer.wire import MAX_FRAME_BYTES, Answer, Connection, Header, Malformed, parse
+from shared.transfer.connection import Connection
+from shared.transfer.wire import MAX_FRAME_BYTES, Answer, Header, Malformed, parse
 
 
 @pytest.fixture
