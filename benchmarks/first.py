@@ -59,7 +59,7 @@ def _start_s(console: Console, text: str) -> float:
 
 def _latency_rows(url: str, prompt_len: int, seed: int) -> list[Row]:
     """The handoff gap against the ordinary gap between the tokens that follow it in the same answers."""
-    result = _load(url, streams=1, requests=_REQUESTS, prompt_len=prompt_len, answer_len=8, seed=seed)
+    result = load(url, streams=1, requests=_REQUESTS, prompt_len=prompt_len, answer_len=8, seed=seed)
     gaps = [_gaps(record) for record in result.records]
     ordinary = median(gap for each in gaps for gap in each[1:])
     at_gateway = [record.handoff_gap_s for record in result.records]
@@ -75,7 +75,7 @@ def _throughput_rows(url: str, seeds: Iterator[int]) -> list[Row]:
     eight: list[float] = []
     for _ in range(_ROUNDS):
         for streams, rates in ((1, one), (8, eight)):
-            result = _load(url, streams, requests=streams, prompt_len=32, answer_len=64, seed=next(seeds))
+            result = load(url, streams, requests=streams, prompt_len=32, answer_len=64, seed=next(seeds))
             rates.append(result.summary.tokens_per_s)
     alone = figure("output-1-stream", "tokens/s", one, less_is_better=False)
     return [alone, figure("output-8-streams", "tokens/s", eight, less_is_better=False, against=alone.value)]
@@ -98,7 +98,7 @@ def _memory_rows(cluster: LocalCluster, weights_bytes: int) -> list[Row]:
     ]
 
 
-def _load(url: str, streams: int, requests: int, prompt_len: int, answer_len: int, seed: int) -> BenchResult:
+def load(url: str, streams: int, requests: int, prompt_len: int, answer_len: int, seed: int) -> BenchResult:
     """RuntimeError where a request failed: figures of what is left would be of something else."""
     options = BenchOptions(
         url=url,
