@@ -78,7 +78,7 @@ class Sidecar:
         self._boot_id, self._host = new_boot_id(), socket.gethostname()
         self._pool_fd, self._layout = pool_fd, attach.layout
         pool = self._pool = Pool.map(pool_fd, attach.layout, writable=True)
-        self._warmer = Warmer(pool)
+        self._warmer = Warmer(pool, settings.placement.step_back)
         self._door = Door(attach.layout, self._on_first_bytes)
         self._complete = threading.Event()
         self._complete.set()

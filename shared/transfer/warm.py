@@ -3,7 +3,7 @@ as copying into it does."""
 
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,12 +18,13 @@ _AT_ONCE_BYTES = 128 * 1024
 
 
 class Warmer:
-    """Has a thread of its own. Writes nothing: whose pages they are by then does not matter."""
+    """Has a thread of its own, which calls on_thread first of all. Writes nothing: whose pages they are by then does not
+    matter."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, on_thread: Callable[[], None] | None = None) -> None:
         self._pool = pool
         self._touched = [np.zeros(pool.layout.units_of(one), dtype=bool) for one in pool.layout.components]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="warm")
+        self._thread = ThreadPoolExecutor(1, "warm", on_thread)
         self._map = pool.bytes.obj if isinstance(pool.bytes.obj, mmap.mmap) else None
 
     def soon(self, tables: Sequence[Sequence[int]]) -> None:
