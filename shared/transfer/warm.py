@@ -18,8 +18,8 @@ _AT_ONCE_BYTES = 128 * 1024
 
 
 class Warmer:
-    """Has a thread of its own, which calls on_thread first of all. Writes nothing: whose pages they are by then does not
-    matter."""
+    """Has a thread of its own, which calls on_thread first of all. Writes nothing: whose pages they are by then does
+    not matter."""
 
     def __init__(self, pool: Pool, on_thread: Callable[[], None] | None = None) -> None:
         self._pool = pool
