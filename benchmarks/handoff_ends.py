@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.peers.lines import prompt
 from kernels.cpu.ops import warm_up
+from services.prefill.ticket import UnderWay
 from shared.engine.api import Engine, StepOutput
 from shared.engine.engine import BatchEngine
 from shared.engine.executor import ThreadExecutor
@@ -27,10 +28,11 @@ from shared.engine.pool import StatePool
 from shared.engine.sampler import sample
 from shared.engine.settings import EngineSettings, plan_layout
 from shared.protocol.messages import SamplingSpec, overlap_of
+from shared.runtime.clock import LoopClock
 from shared.runtime.overlap import Cut
 from shared.state.layout import PoolLayout
 from shared.transfer.formats.catalog import DEFAULT
-from shared.transfer.link import TicketKey
+from shared.transfer.link import Piece, TicketKey
 from shared.transfer.pool import create_pool
 from shared.transfer.sidecar_link import SidecarLink
 from shared.transfer.sidecar_options import SidecarOptions
@@ -75,6 +77,7 @@ class HandoffEnds:
     receiver: SidecarLink
     layout: PoolLayout
     ends_s: list[float]
+    clock: LoopClock = field(default_factory=LoopClock)
 
     async def run(self, length: int, seed: int, cut: Cut) -> Handoff:
         key, tokens = TicketKey(next(_rooms), 1), tuple(prompt(length, seed))
@@ -85,12 +88,17 @@ class HandoffEnds:
         self.engine.reserve(key, tokens, _GREEDY, decodes=False)
         seen: list[tuple[float, int]] = []
         looking = asyncio.get_running_loop().create_task(self._look(seen))
-        began, moved_s = time.perf_counter(), 0.0
-        async for chunk in self.engine.prefill(key, cut):
-            if chunk.pieces:
-                sent = time.perf_counter()
-                await self.sender.send(key, _SECRET, self.receiver.address, chunk.pieces, DEFAULT)
-                moved_s += time.perf_counter() - sent
+        moving = UnderWay()
+
+        async def send(pieces: tuple[Piece, ...]) -> None:
+            with moving.span(self.clock):
+                await self.sender.send(key, _SECRET, self.receiver.address, pieces, DEFAULT)
+
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as sends:
+            async for chunk in self.engine.prefill(key, cut):
+                if chunk.pieces:
+                    sends.create_task(send(chunk.pieces))
         done = time.perf_counter()
         looking.cancel()
         received, computed = await self._received_bytes() - before, self.ends_s[-1]
@@ -101,7 +109,7 @@ class HandoffEnds:
         await self.engine.retire(key)
         await self.receiver.fence(key)
         await self.sender.forget(key)
-        return Handoff(computed - began, done - computed, moved_s, landed / received, received)
+        return Handoff(computed - began, done - computed, moving.total_s, landed / received, received)
 
     async def _look(self, seen: list[tuple[float, int]]) -> None:
         while True:

@@ -78,7 +78,7 @@ def _chunks(fit: Fit, ours: PoolLayout, theirs: PoolLayout) -> Iterator[tuple[in
         end = min(start + _CHUNK, _NUM_TOKENS)
         pieces = travelling(fit, chunk_pieces(ours, start, end, end == _NUM_TOKENS, pages, 0))
         runs = [Run(p.component, p.units, p.rows_in_last, p.layers(_LAYERS)) for p in pieces]
-        wire = wire_pieces(pieces, runs, with_units=False)
+        wire = wire_pieces(nothing, pieces, with_units=False)
         staging = Staging(fit, wire, nothing)
         for number, piece in enumerate(wire):
             gathered = staging.gather_spans(number, runs[number].units, piece.layers)

@@ -91,8 +91,10 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                 asked_at = p.deps.clock.now()
                 wire_format = p.wire.choose(ticket.order, destination.link)
                 first, computed_at = await _compute_and_send(p, ticket, destination, wire_format)
-                begun_at = max(asked_at, p.engine.begun_at(ticket.key) or asked_at)  # before: it was computed ahead
-                p.wire.computed(len(ticket.order.prompt), computed_at - begun_at)
+                begun_at = p.engine.begun_at(ticket.key) or asked_at
+                if begun_at >= asked_at:  # else it was computed ahead, who knows how fast
+                    p.wire.computed(len(ticket.order.prompt), computed_at - begun_at)
+                begun_at = max(asked_at, begun_at)
                 timings = PrefillTimings(
                     queue_s=begun_at - ticket.granted_at,
                     prefill_s=computed_at - begun_at,
@@ -173,19 +175,23 @@ async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStat
 async def _compute_and_send(
     p: PrefillFlow, ticket: PrefillTicket, destination: Destination, wire_format: str
 ) -> tuple[tuple[FirstToken, ...], float]:
-    """Prefills in chunks; while the pages of a chunk, or of some of its layers, travel, the engine goes on computing.
-    What was computed ahead comes as one chunk. Returns the handoff tokens and when they were there. If the first token
-    ends the request, what is not sent yet is not sent."""
+    """Prefills in chunks; the pages of a chunk, or of some of its layers, travel while the engine goes on computing and
+    the first tokens go to the client. What was computed ahead comes as one chunk. Returns the handoff tokens and when
+    they were there. If the first token ends the request, what is not sent yet is not sent."""
     one_token = ticket.order.sampling.max_tokens == 1
     last: tuple[tuple[FirstToken, ...], float] | None = None
     cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(ticket.order.prompt))
-    async with aclosing(p.engine.prefill(ticket.key, cut, destination.held_len)) as chunks:
-        async for chunk in chunks:
-            if chunk.last:
-                last = chunk.first, p.deps.clock.now()
-                p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
-            if chunk.pieces and not one_token and not _all_finished(chunk):
-                await _send(p, ticket, destination, chunk, wire_format)
+    try:
+        computing = p.engine.prefill(ticket.key, cut, destination.held_len)
+        async with asyncio.TaskGroup() as sends, aclosing(computing) as chunks:
+            async for chunk in chunks:
+                if chunk.last:
+                    last = chunk.first, p.deps.clock.now()
+                    p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
+                if chunk.pieces and not one_token and not _all_finished(chunk):
+                    sends.create_task(_send(p, ticket, destination, chunk, wire_format))  # the link keeps their order
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
     if last is None:
         raise EngineError("the engine ended a prompt without a first token")
     return last

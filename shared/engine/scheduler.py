@@ -138,7 +138,7 @@ class Scheduler:
         """So many of the model's layers are computed in a step that is under way."""
         effects = StepEffects()
         for row in plan.rows:
-            if row.leaves_by:
+            if row.leaves_by and not self.groups[row.key].loading:  # what comes back is told first, when it is there
                 self._telling.layers(self.groups[row.key], row.end, num_layers, effects)
         return effects
 

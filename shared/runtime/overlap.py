@@ -19,6 +19,10 @@ class Cut:
     by_chunks: bool = True
     layers: int = 0
 
+    def __post_init__(self) -> None:
+        if self.layers and not self.by_chunks:
+            raise ValueError("layers leave chunk by chunk")
+
 
 BY_CHUNKS = Cut()
 

@@ -1,5 +1,6 @@
 """Where a process runs and how far it steps back for others: niceness, cores, NUMA node."""
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -46,7 +47,8 @@ class Placement:
         memory to this thread and those that it starts. OSError where the system refuses."""
         if self.cores is not None:
             for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), self.cores)
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.sched_setaffinity(int(thread), self.cores)
         if self.node is not None:
             _prefer_memory_of(self.node)
 

@@ -88,7 +88,7 @@ def test_a_hand_off_shows_in_timings_and_metrics(cluster: RealCluster) -> None:
     assert 0 <= timings["overlap"] <= 1
     port = cluster.workers("prefill")[0]["http_port"]
     wanted = [
-        'baton_link_sent_bytes_total{backend="shm",class="last",component="kv"}',
+        'baton_link_sent_bytes_total{backend="shm",class="last",component="kv",format="raw"}',
         'baton_link_transfers_total{backend="shm",class="handoff"}',
         'baton_link_queue_seconds_total{backend="shm",class="last"}',
         "baton_handoff_exposed_seconds_count",

@@ -53,9 +53,11 @@ def test_the_last_chunk_of_a_hand_off_is_sent_as_such_with_the_priority_of_its_r
             link, sent = cluster.prefills[0].link, []
             send = link.send
 
-            async def watched(key: Any, secret: bytes, peer: Any, pieces: Any, standing: Standing) -> None:
+            async def watched(
+                key: Any, secret: bytes, peer: Any, pieces: Any, wire_format: str, standing: Standing
+            ) -> None:
                 sent.append(standing)
-                await send(key, secret, peer, pieces, standing)
+                await send(key, secret, peer, pieces, wire_format, standing)
 
             link.send = watched  # type: ignore[method-assign]
             answer = await cluster.ask(prompt_of(20), max_tokens=2, ignore_eos=True, priority=-7)

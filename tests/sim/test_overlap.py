@@ -88,11 +88,11 @@ def test_a_layer_that_was_never_sent_is_missed_before_anything_is_decoded(
             count = 0
             real = FakeLink.send
 
-            async def forgetful(link: FakeLink, key: Any, secret: Any, peer: Any, pieces: Any) -> None:
+            async def forgetful(link: FakeLink, key: Any, secret: Any, peer: Any, pieces: Any, *rest: Any) -> None:
                 nonlocal count
                 count += 1
                 if count != nth + 1:
-                    await real(link, key, secret, peer, pieces)
+                    await real(link, key, secret, peer, pieces, *rest)
 
             monkeypatch.setattr(FakeLink, "send", forgetful)
             answer = await cluster.ask(prompt_of(16), path="remote", strict=True, **SAMPLING)

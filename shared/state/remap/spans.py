@@ -61,7 +61,8 @@ class Place:
         else:
             units = (self.slot,)
         count = self.layout.units_of(component)
-        if not 0 <= min(units) <= max(units) < count:
+        every = np.asarray(units, dtype=np.int64)
+        if not 0 <= every.min() <= every.max() < count:
             raise GeometryMismatch(f"component {component.name}: a unit lies outside the pool of {count}")
 
     def _units(self, component: StateComponent, positions: Int64s) -> Int64s:

@@ -40,6 +40,9 @@ class HeldExecutor:
         await self.gate.wait()
         return work()
 
+    def tell(self, call: Callable[[], None]) -> None:
+        call()
+
     def close(self) -> None:
         self.gate.set()
 

@@ -50,7 +50,7 @@ def blocks_of(name: str) -> bytes:
     values[...] = np.random.default_rng(5).normal(size=values.shape)
     recorder = Recorder()
     rows = CodedRows(recorder, pool, name)  # type: ignore[arg-type]
-    rows.send(Run(0, (7, 8), PIECE.rows_in_last), range(PIECE.num_layers), lambda: None)
+    rows.send(Run(0, (7, 8), PIECE.rows_in_last), range(PIECE.num_layers), lambda num_bytes: None)
     return recorder.sent
 
 
@@ -70,7 +70,7 @@ def test_spoiled_blocks_end_and_write_nothing_outside_the_grant(name: str, tmp_p
     receiver = new_receiver(stall_s=0.15)
     try:
         key, secret = new_ticket()
-        receiver.door.open(key, secret, TABLE, (name,))
+        receiver.door.open(key, secret, TABLE, formats=(name,))
         say(receiver, key, secret, name, honest)
         assert receiver.door.received(key)[0].num_bytes > 0, "what the others spoil would land"
         for _ in range(ROUNDS // 10):
