@@ -39,17 +39,16 @@ _SHORT = (16, 32, 64, 128, 256, 512, 1024)
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     console, machine = Console(highlight=False), Machine.here()
-    directory = prepare(DEFAULT_MODEL, load_settings(GatewaySettings).cache_dir).directory
     rows: list[Row] = []
     missing: list[str] = []
     if "handoff-gap" in args.rows:
-        rows += _gap_rows(directory, console)
+        rows += gap_rows(console)
     if "shm" in args.rows:
-        rows += asyncio.run(_cut_rows(directory, args, console, "shm", None))
+        rows += asyncio.run(_cut_rows(args, console, "shm", None))
     if "link" in args.rows:
         try:
             with TwoHosts(args.link) as hosts:
-                rows += asyncio.run(_cut_rows(directory, args, console, args.link, hosts))
+                rows += asyncio.run(_cut_rows(args, console, args.link, hosts))
         except NoLink as why:
             missing.append(f"link: {why}")
     print_rows(console, f"bench-handoff: link of {args.link}, {args.threads} compute threads", rows, machine)
@@ -72,7 +71,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _gap_rows(directory: Path, console: Console) -> list[Row]:
+def gap_rows(console: Console) -> list[Row]:
     """At most one ordinary step, the last chunk's bytes at the speed of memcpy, and 3 ms."""
     console.print(f"prompts of {_LONG - 1} tokens in a cluster, one at a time …")
     with LocalCluster("--set", "prefill.overlap=chunks") as cluster:
@@ -80,6 +79,7 @@ def _gap_rows(directory: Path, console: Console) -> list[Row]:
     records = result.records[1:]  # the first one finds pages that nobody has touched
     ordinary = 1000 * median(gap for record in records for gap in record.gaps_s[1:])
     chunk = load_settings(PrefillSettings).prefill_chunk
+    directory = prepare(DEFAULT_MODEL, load_settings(GatewaySettings).cache_dir).directory
     components = load_model(directory).components(16)
     last = sum(one.row_bytes * one.num_layers for one in components) * ((_LONG - 1) % chunk or chunk)
     copied_ms = 1000 * last / _memcpy_bytes_per_s()
@@ -101,10 +101,9 @@ def _memcpy_bytes_per_s() -> float:
     return len(source) / median(spent)
 
 
-async def _cut_rows(
-    directory: Path, args: argparse.Namespace, console: Console, name: str, hosts: TwoHosts | None
-) -> list[Row]:
+async def _cut_rows(args: argparse.Namespace, console: Console, name: str, hosts: TwoHosts | None) -> list[Row]:
     """Each length and cut in turns. What the shortest way is compared with: all in one piece at the end."""
+    directory = prepare(DEFAULT_MODEL, load_settings(GatewaySettings).cache_dir).directory
     with tempfile.TemporaryDirectory() as here:
         placed = {} if hosts is None else {"inside": hosts.inside, "hosts": hosts.addresses}
         transfer = "shm" if hosts is None else "tcp"

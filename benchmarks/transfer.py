@@ -14,11 +14,14 @@ from statistics import median
 
 from rich.console import Console
 
+from benchmarks.handoff import gap_rows
 from benchmarks.remap_descriptors import DESCRIPTORS, descriptor_rows
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
 from benchmarks.rivals import NotThere
+from benchmarks.slow_link import link_rows
 from benchmarks.transfer_ends import BareSocket, Ends, Work
 from benchmarks.transfer_rivals import VERSUS, Versus
+from benchmarks.two_hosts import NoLink, TwoHosts
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SPARE = 2
@@ -44,6 +47,8 @@ CASES = (
 _VERSUS_BYTES = 64 << 10
 _DIGESTS = "shm-digests"
 _MOST_FOR_DIGESTS = 1.15
+_GAP, _LINK = "handoff-gap", "isolation-link"
+_LINK_RATE, _LINK_ROUNDS, _LINK_HANDOFFS = "200mbit", 3, 30
 _UNDIGESTED = ("--faults", "transfer.undigested=1")
 
 
@@ -74,6 +79,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "small" in args.rows:
         console.print(f"small: {args.pages} pages, one at a time …")
         rows += asyncio.run(_small(args.pages))
+    if _GAP in args.rows:
+        rows += gap_rows(console)
+    if _LINK in args.rows:
+        try:
+            with TwoHosts(_LINK_RATE) as hosts:
+                rows += asyncio.run(link_rows(hosts, _LINK_ROUNDS, _LINK_HANDOFFS, _LINK_RATE, console))
+        except NoLink as why:
+            missing.append(f"{_LINK}: {why}")
     print_rows(console, f"bench-transfer: {args.mib} MiB of scattered pages", rows, machine)
     for line in missing:
         console.print(f"not measured: {line}", style="yellow", soft_wrap=True)
@@ -81,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [*(case.name for case in CASES), _DIGESTS, *(versus.name for versus in VERSUS), "small", DESCRIPTORS]
+    ways = [*(case.name for case in CASES), _DIGESTS, *(versus.name for versus in VERSUS), "small"]
+    names = [*ways, DESCRIPTORS, _GAP, _LINK]
     parser = argparse.ArgumentParser(prog="make bench-transfer", description=__doc__)
     parser.add_argument("--rows", default=",".join(names), help=f"of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=9)
