@@ -9,6 +9,8 @@ from pydantic_settings import BaseSettings
 from shared.runtime.placement import Placement
 
 _LEAST_BURST, _LONGEST_BURST = 1 << 12, 1 << 26
+_BURSTS_A_STALL = 16
+"""Over shared memory eight bursts go at once."""
 
 
 class PolitenessSettings(BaseSettings):
@@ -45,7 +47,7 @@ class PolitenessSettings(BaseSettings):
         if not _LEAST_BURST <= self.burst_bytes <= _LONGEST_BURST:
             raise ValueError(f"burst_bytes ({self.burst_bytes}) must be between 4KiB and 64MiB")
         rate = self.background_bytes_per_s
-        if rate is not None and rate * self.stall_timeout_s < 4 * self.burst_bytes:
+        if rate is not None and rate * self.stall_timeout_s < _BURSTS_A_STALL * self.burst_bytes:
             raise ValueError(
                 f"background_bytes_per_s ({rate}) is so low that its bursts of {self.burst_bytes} bytes would come too "
                 f"rarely for stall_timeout_s ({self.stall_timeout_s:g}): raise it, or lower burst_bytes"

@@ -48,6 +48,9 @@ class Turn(Protocol):
     def at_once(self, num_bytes: int) -> bool:
         """As `wait`, without blocking: False if it cannot be sent now."""
 
+    def abort(self) -> None:
+        """From any thread: whoever waits, now or later, gets a TransferError."""
+
     def rest(self) -> None:
         """The burst before is over, and the next one may take a while to be there."""
 
@@ -60,6 +63,8 @@ class _Always:
 
     def at_once(self, num_bytes: int) -> bool:
         return True
+
+    def abort(self) -> None: ...
 
     def rest(self) -> None: ...
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from shared.state.components import StateComponent
 from shared.transfer.backend import Digests, Manifest
-from shared.transfer.ledger import payload_bytes
+from shared.transfer.ledger import bytes_of
 from shared.transfer.link import Piece
 
 
@@ -19,14 +19,14 @@ def in_parts(
 ) -> Digests:
     """Moves a manifest of pieces that exist in parts of about `limit` bytes, each when it is its turn, and returns the
     digests as if it had been moved in one. A unit is not cut."""
-    whole = sum(_bytes(piece, components) for piece in manifest.pieces)
+    whole = sum(bytes_of(piece, components[piece.component]) for piece in manifest.pieces)
     if whole <= limit:
         manifest.turn.wait(max(1, whole))
         return move(manifest)
     found: list[Digests] = [[] for _ in manifest.pieces]
     for part in _parts(manifest.pieces, components, limit):
         runs = tuple(run for _, run in part)
-        manifest.turn.wait(sum(_bytes(run, components) for run in runs))
+        manifest.turn.wait(sum(bytes_of(run, components[run.component]) for run in runs))
         for (index, _), layers in zip(part, move(replace(manifest, pieces=runs)), strict=True):
             found[index].append(layers)
     return [_joined(runs) for runs in found]
@@ -40,7 +40,7 @@ def _parts(
     left = limit
     for index, piece in enumerate(pieces):
         component = components[piece.component]
-        unit_bytes = _bytes(replace(piece, units=piece.units[:1], rows_in_last=component.unit_tokens), components)
+        unit_bytes = bytes_of(replace(piece, units=piece.units[:1], rows_in_last=component.unit_tokens), component)
         at = 0
         while at < len(piece.units):
             if left < unit_bytes and part:
@@ -52,12 +52,6 @@ def _parts(
             part.append((index, replace(piece, first_unit=first, units=units, rows_in_last=rows)))
             left -= len(units) * unit_bytes
     yield part
-
-
-def _bytes(piece: Piece, components: tuple[StateComponent, ...]) -> int:
-    component = components[piece.component]
-    num_layers = len(piece.layers(component.num_layers))
-    return payload_bytes(component, len(piece.units), piece.rows_in_last, num_layers)
 
 
 def _joined(runs: Digests) -> list[np.ndarray]:

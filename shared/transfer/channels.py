@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost
+from shared.runtime.errors import PeerLost, TransferError
 from shared.transfer.backend import Backend, Channel
 
 _IDLE_S = 60.0
@@ -87,13 +87,28 @@ class Channels:
             raise
 
 
-async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T], abort: Callable[[], None]) -> T:
-    """Runs `work` in a thread. If we are cancelled it is told to stop and waited for: it reads our pages."""
-    running = asyncio.get_running_loop().run_in_executor(threads, work)
+async def in_thread(
+    threads: ThreadPoolExecutor,
+    work: Callable[[], T],
+    abort: Callable[[], None],
+    keep: Callable[[Future[T]], None] = lambda job: None,
+) -> T:
+    """Runs `work` in a thread. If we are cancelled it is told to stop and waited for: it reads our pages. keep: is
+    given the job; TransferError if somebody cancels that before it has begun."""
+    job = threads.submit(work)
+    keep(job)
+    running = asyncio.wrap_future(job)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
+        if running.cancelled():
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise TransferError("aborted before it began") from None
+            raise
         abort()
+        job.cancel()
         await asyncio.wait([running])
-        running.exception()
+        if not running.cancelled():
+            running.exception()
         raise

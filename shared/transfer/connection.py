@@ -64,13 +64,26 @@ class Connection:
         return False
 
     def wait_awake(self, wait_s: float) -> bool:
-        """Whether the peer says something, or leaves, within `wait_s`: for what comes sooner than a thread wakes."""
+        """Whether a whole frame is there, or the peer is gone, within `wait_s`: for what comes sooner than a thread
+        wakes. Then `receive_frame` does not block."""
         deadline = time.perf_counter() + wait_s
-        while self.is_idle():
+        while not self._has_frame():
             if time.perf_counter() > deadline:
                 return False
             os.sched_yield()
         return True
+
+    def _has_frame(self) -> bool:
+        try:
+            head = self._sock.recv(_LENGTH.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        if 0 < len(head) < _LENGTH.size:
+            return False
+        size = _LENGTH.unpack(head)[0] if head else 0
+        return not head or size > MAX_FRAME_BYTES or _queued(self._sock) >= len(head) + size
 
     def send(self, message: BaseModel, prefix: bytes = b"", fd: int | None = None) -> None:
         self.send_frame(prefix + message.model_dump_json().encode(), fd)
@@ -198,6 +211,12 @@ class Connection:
             if moved == 0:
                 raise PeerLost("connection closed")
             at = _advance(views, at, moved)
+
+
+def _queued(sock: socket.socket) -> int:
+    """Bytes that have arrived and are not read yet."""
+    (num_bytes,) = _COUNT.unpack(fcntl.ioctl(sock, termios.FIONREAD, _COUNT.pack(0)))
+    return int(num_bytes)
 
 
 def _unarrived(sock: socket.socket) -> int:

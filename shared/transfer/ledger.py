@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from shared.state.components import IndexKind, StateComponent
-from shared.transfer.link import ComponentReceipt, Receipt
+from shared.transfer.link import ComponentReceipt, Piece, Receipt
 from shared.transfer.pool import DIGEST_BYTES
 
 
@@ -15,6 +15,12 @@ def payload_bytes(component: StateComponent, num_units: int, rows_in_last: int, 
     """Bytes of the rows with state in `num_units` units, in so many layers (None: all)."""
     rows = max(0, num_units - 1) * component.unit_tokens + (rows_in_last if num_units else 0)
     return rows * component.row_bytes * (component.num_layers if num_layers is None else num_layers)
+
+
+def bytes_of(piece: Piece, component: StateComponent) -> int:
+    """Those of its rows with state."""
+    num_layers = len(piece.layers(component.num_layers))
+    return payload_bytes(component, len(piece.units), piece.rows_in_last, num_layers)
 
 
 def state_bytes(component: StateComponent, num_tokens: int, held_len: int = 0) -> int:

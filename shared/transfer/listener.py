@@ -145,6 +145,8 @@ class Listener:
             except Refused as error:
                 self._door.count(f"refused_{error.reason}")
                 connection.send(Answer(ok=False, reason=error.reason, message=str(error)))
+                if header.num_bursts:
+                    return  # permits may be under way, which are no headers
                 continue
             trusted = True
             connection.send_frame(self._transfer(mover, grant))

@@ -26,6 +26,7 @@ from shared.transfer.grant import Grant, Refused
 from shared.transfer.listener import Listener, greeting
 from shared.transfer.nixl_agent import ReadingAgent, ReadingAgents, Region, SourceAgent, load_nixl
 from shared.transfer.pool import Pool, Run
+from shared.transfer.row_spans import part_of
 from shared.transfer.sending import header_frame, introduce, runs_of, wait_for, wire_pieces
 from shared.transfer.spans import Spans, Step, holds, spans_of
 from shared.transfer.wire import Answer, Header
@@ -97,14 +98,6 @@ class NixlBackend:
         if min(layout.num_pages, layout.num_slots) < 0 or source.address + layout.total_bytes >= 1 << 63:
             raise Refused("geometry", "no pool can lie there")
         return _NixlMover(connection, self._pool, self._agents, source, layout, self._timing, self._faults)
-
-
-def _part_of(run: Run, step: Step, layout: PoolLayout) -> Run:
-    if step.last - step.first == len(run.units):
-        return run
-    is_end = step.last == len(run.units)
-    rows = run.rows_in_last if is_end else layout.components[run.component].unit_tokens
-    return Run(run.component, run.units[step.first : step.last], rows, run.layers)
 
 
 def _port_of(peer: LinkAddress) -> int:
@@ -181,7 +174,8 @@ class _NixlMover:
         """Of what has landed by now: the parts of a layer are put together with its last one."""
         while steps and steps[0].end <= done:
             step = steps.popleft()
-            run = _part_of(grant.runs[step.piece], step, self._pool.layout)
+            whole = grant.runs[step.piece]
+            run = part_of(whole, step.first, step.last, self._pool.layout.components[whole.component].unit_tokens)
             if self._faults.corrupt and step.layer == step.first == 0:
                 self._pool.flip_byte(run, step.layer)
             found, layers = self._pool.digests(run, step.layer), digests[step.piece]

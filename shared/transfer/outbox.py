@@ -7,7 +7,7 @@ gate says. Runs on the event loop and moves the blocking work to threads.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -37,7 +37,7 @@ _AT_ONCE_S = 0.0002
 @dataclass(slots=True)
 class _Outgoing:
     """What is known of one ticket. asked: the classes of its transfers that are not over. turn: of the one that has its
-    place or waits for it. `channel` is set while a transfer of it reads the pool."""
+    place or waits for it. `channel` is set while a transfer of it reads the pool, job: what a thread does for that."""
 
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     """By the receiver's rank."""
@@ -46,6 +46,7 @@ class _Outgoing:
     turn: GatedTurn | None = None
     backend: str | None = None
     channel: Channel | None = None
+    job: Future[Digests] | None = None
     forgotten: bool = False
     still: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -114,6 +115,8 @@ class Outbox:
         while ticket.channel is not None:
             ticket.still.clear()
             ticket.channel.abort()
+            if ticket.job is not None:
+                ticket.job.cancel()  # it may not have a thread yet
             await ticket.still.wait()
         if self._tickets.get(key) is ticket:
             del self._tickets[key]
@@ -161,7 +164,11 @@ class Outbox:
     ) -> Digests:
         _check_live(ticket)
         ticket.channel = channel
-        threads = self._quiet_threads if ticket.asked[0] in _QUIET else self._threads
+        highest = min(ticket.asked, key=RANKS.__getitem__)
+        threads = self._quiet_threads if highest in _QUIET else self._threads
+
+        def keep(job: Future[Digests]) -> None:
+            ticket.job = job
 
         def abort() -> None:
             channel.abort()
@@ -177,10 +184,10 @@ class Outbox:
                 self._on_moving(manifest.key, backend.name)
             if found is None:
                 work = partial(channel.transfer, manifest, event) if begun is None else begun.finish
-                found = await in_thread(threads, work, abort)
+                found = await in_thread(threads, work, abort, keep)
             return found
         finally:
-            ticket.channel = None
+            ticket.channel = ticket.job = None
             ticket.still.set()
 
     def _enter(

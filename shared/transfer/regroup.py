@@ -11,12 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
+from shared.runtime.errors import TransferError
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, Place, copy_spans
 from shared.state.remap.spans import Int64s
 from shared.transfer.backend import Digests, Faults
-from shared.transfer.grant import Grant
+from shared.transfer.grant import Grant, Refused
 from shared.transfer.listener import Mover
 from shared.transfer.pool import Pool, Run
 from shared.transfer.wire import Header, WirePiece
@@ -37,8 +38,10 @@ class Staging:
             units = tuple(range(first, first + piece.num_units))
             runs.append(Run(piece.component, units, piece.rows_in_last, piece.layers))
         self.runs = tuple(runs)
-        pages = [n for one, n in zip(fit.components, taken, strict=True) if one.index is IndexKind.PAGE]
-        layout = PoolLayout(fit.components, max(pages, default=0), max(taken))
+        by_kind: dict[bool, list[int]] = {True: [], False: []}
+        for one, count in zip(fit.components, taken, strict=True):
+            by_kind[one.index is IndexKind.PAGE].append(count)
+        layout = PoolLayout(fit.components, *(max(by_kind[paged], default=0) for paged in (True, False)))
         # Memory that no piece has a layer in is never touched, so it is never there.
         self.pool = Pool(layout, np.empty(max(1, layout.total_bytes), dtype=np.uint8).data)
         self.pool.kernels = kernels_of.kernels
@@ -111,6 +114,11 @@ class GatheringMover(RegroupingMover):
         super().__init__(fit, pool, direct)
         self._source, self._faults = source, faults
 
+    def check(self, header: Header) -> None:
+        super().check(header)
+        if header.num_bursts:
+            raise Refused("bad_bursts", "where heads are cut all is gathered at once")
+
     def land(self, grant: Grant) -> Digests:
         staging = Staging(self._fit, grant.pieces, self._pool)
         for number, piece in enumerate(grant.pieces):
@@ -127,14 +135,18 @@ class GatheringMover(RegroupingMover):
 
 
 def source_of(
-    fit: Fit | None, pool: Pool, runs: Sequence[Run], wire: Sequence[WirePiece]
+    fit: Fit | None, pool: Pool, runs: Sequence[Run], wire: Sequence[WirePiece], is_aborted: Callable[[], bool]
 ) -> tuple[Pool, Sequence[Run]]:
-    """Where the sender reads the pieces `wire`, which are `runs` in its pool: there, unless only some heads go."""
+    """Where the sender reads the pieces `wire`, which are `runs` in its pool: there, unless only some heads go.
+    TransferError if it is aborted meanwhile."""
     if fit is None or not fit.cuts_heads:
         return pool, runs
     staging = Staging(fit, wire, pool)
     for number, run in enumerate(runs):
-        staging.gather(number, pool, run.units, run.layers)
+        for layer in run.layers:
+            if is_aborted():
+                raise TransferError("aborted")
+            staging.gather(number, pool, run.units, range(layer, layer + 1))
     return staging.pool, staging.runs
 
 

@@ -21,7 +21,7 @@ from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, T
 from shared.transfer.connection import Connection
 from shared.transfer.door import Door
 from shared.transfer.grant import Grant, Refused
-from shared.transfer.ledger import payload_bytes
+from shared.transfer.ledger import bytes_of
 from shared.transfer.link import Piece
 from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.permits import PERMIT, Permits
@@ -189,10 +189,21 @@ class _ShmChannel:
         for _ in range(num_bursts):
             turn.wait(min(left, limit))
             if begun is not None:
-                self._connection.send_bytes(PERMIT)
+                if not self._may_go_on():
+                    break
                 begun.digest(limit)
             left -= limit
         return (begun or self._begin(manifest, pieces)).finish()
+
+    def _may_go_on(self) -> bool:
+        """Lets the peer go on; False where it has answered already, which `finish` reads."""
+        try:
+            idle = self._connection.is_idle()
+            if idle:
+                self._connection.send_bytes(PERMIT)
+            return idle
+        except PeerLost:
+            return False
 
     def begin(self, manifest: Manifest) -> "_Begun | None":
         pieces, components = manifest.pieces, self._pool.layout.components
@@ -209,7 +220,7 @@ class _ShmChannel:
         self._sequence += 1
         self._connection.send_frame(frame)
         runs = runs_of(self._pool, pieces)  # the peer, which is at work already, checks it too
-        pool, read = source_of(self.fit, self._pool, runs, wire)
+        pool, read = source_of(self.fit, self._pool, runs, wire, lambda: self._aborted)
         found = [room_for_digests(run, run.layers) for run in read]
         return _Begun(self._connection, found, self._digesting(pool, read, found))
 
@@ -222,10 +233,7 @@ class _ShmChannel:
 
     def _num_bytes(self, pieces: tuple[Piece, ...]) -> int:
         components = self._pool.layout.components if self.fit is None else self.fit.components
-        return sum(
-            payload_bytes(one, len(piece.units), piece.rows_in_last, len(piece.layers(one.num_layers)))
-            for one, piece in ((components[piece.component], piece) for piece in pieces)
-        )
+        return sum(bytes_of(piece, components[piece.component]) for piece in pieces)
 
     def abort(self) -> None:
         self._aborted = True

@@ -17,7 +17,8 @@ from shared.runtime.errors import TransferError
 from shared.state.components import StateComponent
 from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Manifest, Turn, Wire
-from shared.transfer.ledger import payload_bytes
+from shared.transfer.connection import Connection
+from shared.transfer.ledger import bytes_of
 from shared.transfer.link import Piece
 from shared.transfer.sending import travelling
 
@@ -26,15 +27,18 @@ _LEAST_BYTES = 4 << 20
 """What a stream of its own is worth: less is over before the second one has begun."""
 
 
+Connect = Callable[[Callable[[Connection], None]], Channel]
+"""Is given what is told of the connection before it greets, so that it can be aborted then."""
+
+
 class Streams:
     """Implements `Channel`. first: open already, used for what is small. connect: makes a further one; called when
     there is something large to send, so that small hand-offs cost one connection. most: of them."""
 
-    def __init__(
-        self, first: Channel, connect: Callable[[], Channel], most: int, components: Sequence[StateComponent]
-    ) -> None:
+    def __init__(self, first: Channel, connect: Connect, most: int, components: Sequence[StateComponent]) -> None:
         self._channels, self._connect = [first], connect
         self._most, self._components = most, components
+        self._opening: Connection | None = None
         self._aborted = False
 
     @property
@@ -46,13 +50,15 @@ class Streams:
 
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
         pieces = travelling(self.fit, manifest.pieces)
+        if not all(0 <= piece.component < len(self._components) for piece in pieces):
+            return self._channels[0].transfer(manifest, event)  # which says what is wrong
         parts = cut(pieces, self._components, self._most)
         if len(parts) > len(self._channels):
             self._open(len(parts))
             parts = cut(pieces, self._components, len(self._channels))
         if len(parts) == 1:
             return self._channels[0].transfer(manifest, event)
-        turn = _InTurn(manifest.turn)
+        turn = _InTurn(manifest.turn, len(parts))
         manifests = [
             replace(manifest, pieces=tuple(piece for _, piece in part), wire=Wire(manifest.wire.wanted), turn=turn)
             for part in parts
@@ -67,6 +73,8 @@ class Streams:
 
     def abort(self) -> None:
         self._aborted = True
+        if (opening := self._opening) is not None:
+            opening.abort()
         for channel in list(self._channels):
             channel.abort()
 
@@ -77,11 +85,16 @@ class Streams:
         for channel in self._channels:
             channel.close()
 
+    def _on_open(self, connection: Connection) -> None:
+        self._opening = connection
+        if self._aborted:
+            connection.abort()
+
     def _open(self, count: int) -> None:
         """More channels, as many as the peer lets us have."""
         while len(self._channels) < count:
             try:
-                self._channels.append(self._connect())
+                self._channels.append(self._connect(self._on_open))
             except TransferError as error:
                 _log.warning("%d of %d streams: %s", len(self._channels), count, error.message)
                 self._most = len(self._channels)
@@ -99,6 +112,7 @@ class Streams:
             except BaseException as error:
                 failed.append(error)
                 self.abort()
+                manifest.turn.abort()
                 raise
 
         pairs = list(zip(self._channels, manifests, strict=False))
@@ -111,11 +125,19 @@ class Streams:
 
 
 class _InTurn:
-    """One transfer's turn, for several threads that send it: they ask one after the other."""
+    """One transfer's turn, for several threads that send it: they ask one after the other, and each has a part of the
+    window. To others their bursts are one at a time, though several may be on the wire."""
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn, self._lock = turn, threading.Lock()
-        self.burst_bytes, self.window_bytes = turn.burst_bytes, turn.window_bytes
+    def __init__(self, turn: Turn, num_parts: int) -> None:
+        self._turn, self._num_parts, self._lock = turn, num_parts, threading.Lock()
+
+    @property
+    def burst_bytes(self) -> int:
+        return self._turn.burst_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        return -(-self._turn.window_bytes // self._num_parts)
 
     def wait(self, num_bytes: int) -> None:
         with self._lock:
@@ -124,6 +146,9 @@ class _InTurn:
     def at_once(self, num_bytes: int) -> bool:
         with self._lock:
             return self._turn.at_once(num_bytes)
+
+    def abort(self) -> None:
+        self._turn.abort()
 
     def rest(self) -> None:
         """Another of them may be in the middle of a burst."""
@@ -136,11 +161,7 @@ Part = list[tuple[int, Piece]]
 def cut(pieces: tuple[Piece, ...], components: Sequence[StateComponent], most: int) -> list[Part]:
     """`pieces` in parts of about equal size: one where they are small, `most` at most. The parts of a piece are in
     order."""
-    known = [(components[piece.component], piece) for piece in pieces]
-    sizes = [
-        payload_bytes(one, len(piece.units), piece.rows_in_last, len(piece.layers(one.num_layers)))
-        for one, piece in known
-    ]
+    sizes = [bytes_of(piece, components[piece.component]) for piece in pieces]
     count = max(1, min(most, sum(sizes) // _LEAST_BYTES))
     parts: list[Part] = [[] for _ in range(count)]
     for number, piece in enumerate(pieces):

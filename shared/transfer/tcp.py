@@ -4,7 +4,8 @@ copy in between; coded rows pass through the format that the header names."""
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import Corrupt, PeerLost
@@ -63,14 +64,15 @@ class TcpBackend:
         first = self._connect(peer)
         if self._streams == 1:
             return first
-        return Streams(first, lambda: self._connect(peer), self._streams, self._pool.layout.components)
+        return Streams(first, partial(self._connect, peer), self._streams, self._pool.layout.components)
 
-    def _connect(self, peer: LinkAddress) -> Channel:
+    def _connect(self, peer: LinkAddress, on_open: Callable[[Connection], None] = lambda connection: None) -> Channel:
         try:
             sock = socket.create_connection((peer.host, peer.port), self._timing.connect_s)
         except OSError as error:
             raise PeerLost(f"no sidecar answers at {peer.host}:{peer.port}: {error}") from error
         connection = Connection(sock, self._timing.stall_s)
+        on_open(connection)
         nonce, fit = introduce(connection, peer.boot_id, self._pool.layout)
         return _TcpChannel(connection, nonce, self._pool, fit, self._faults)
 
@@ -90,6 +92,7 @@ class _TcpMover:
 
     def __init__(self, connection: Connection, pool: Pool, faults: Faults, formats: tuple[str, ...]) -> None:
         self._connection, self._pool, self._faults, self._formats = connection, pool, faults, formats
+        self._landing: Grant | None = None
 
     def check(self, header: Header) -> None:
         """The header names nothing of the sender's but the format."""
@@ -97,13 +100,18 @@ class _TcpMover:
             raise Refused("bad_format", f"{header.wire_format} is not read here")
 
     def stop(self) -> None:
-        """A frozen sender would hold the ticket for ever: without its connection it can write nothing."""
-        self._connection.abort()
+        """A frozen sender would hold the ticket for ever: without its connection it can write nothing. But the transfer
+        that was to stop may be over, and the next one under way."""
+        landing = self._landing
+        if landing is not None and landing.stopped.is_set():
+            self._connection.abort()
 
     def land(self, grant: Grant) -> Digests:
         return self.land_in(self._pool, grant)
 
     def land_in(self, pool: Pool, grant: Grant) -> Digests:
+        self._landing = grant
+        _check(grant)
         self._connection.send(Answer(ok=True))
         if grant.wire_format != EXACT:
             return self._land_coded(pool, grant)
@@ -153,13 +161,15 @@ class _TcpChannel:
         self._connection.send_frame(header_frame(manifest, wire, self._nonce, self._sequence, wire_format=wire_format))
         self._sequence += 1
         expect_ok(self._connection)
-        pool, read = source_of(self.fit, self._pool, runs, wire)
+        pool, read = source_of(self.fit, self._pool, runs, wire, self._aborted.is_set)
         send = self._send_raw if wire_format == EXACT else self._send_coded
         digests, sent = send(pool, read, manifest)
+        manifest.turn.rest()
         began = time.monotonic()
         expect_ok(self._connection)
         spent_s = sent.spent_s + time.monotonic() - began
-        if sent.num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0:
+        held_back = manifest.turn.window_bytes > 0
+        if sent.num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0 and not held_back:
             manifest.wire.bytes_per_s = sent.num_bytes / spent_s
         return digests
 
@@ -209,8 +219,8 @@ class _Pause:
         self.spent_s = 0.0
 
     def __call__(self, num_bytes: int) -> None:
-        began = time.monotonic()
         self._connection.drain(self._turn.window_bytes, self._aborted.is_set)
+        began = time.monotonic()
         self._turn.wait(num_bytes)
         if self._delay_s and self._aborted.wait(self._delay_s):
             raise PeerLost("aborted")

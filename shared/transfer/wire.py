@@ -16,9 +16,9 @@ the receiver cuts its state otherwise, both know from the layouts what of it goe
 
 import hmac
 import struct
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.protocol.messages import FormatName, Generation, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits
@@ -67,8 +67,8 @@ class Header(WireModel):
     room: Room
     generation: Generation
     sequence: int
-    burst_bytes: int = 0
-    num_bursts: int = 0
+    burst_bytes: Annotated[int, Field(ge=0, lt=1 << 40)] = 0
+    num_bursts: Annotated[int, Field(ge=0, lt=1 << 20)] = 0
     pieces: tuple[WirePiece, ...]
     wire_format: FormatName = "raw"
     """Over tcp only."""

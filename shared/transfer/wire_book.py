@@ -9,7 +9,7 @@ from shared.transfer.backend import Wire
 from shared.transfer.control import Reply
 from shared.transfer.formats.agree import together
 from shared.transfer.formats.catalog import EXACT
-from shared.transfer.ledger import payload_bytes
+from shared.transfer.ledger import bytes_of
 from shared.transfer.link import Piece, TicketKey
 
 _NUM_RATES = 256
@@ -19,9 +19,7 @@ def on_wire_of(components: tuple[StateComponent, ...], pieces: tuple[Piece, ...]
     """How each component of a transfer travelled, once it has."""
     rows: dict[int, int] = {}
     for piece in pieces:
-        component = components[piece.component]
-        num_layers = len(piece.layers(component.num_layers))
-        moved = payload_bytes(component, len(piece.units), piece.rows_in_last, num_layers)
+        moved = bytes_of(piece, components[piece.component])
         rows[piece.component] = rows.get(piece.component, 0) + moved
     used = {index: (EXACT, num_bytes) for index, num_bytes in rows.items()} | wire.used
     return tuple(

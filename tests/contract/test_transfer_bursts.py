@@ -43,6 +43,8 @@ class Crossing:
     def at_once(self, num_bytes: int) -> bool:
         return False
 
+    def abort(self) -> None: ...
+
     def rest(self) -> None: ...
 
     def wait_for(self, bursts: int) -> None:

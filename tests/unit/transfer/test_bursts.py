@@ -25,6 +25,8 @@ class Turns:
     def at_once(self, num_bytes: int) -> bool:
         return False
 
+    def abort(self) -> None: ...
+
     def rest(self) -> None: ...
 
 
