@@ -203,7 +203,7 @@ def test_a_sender_reads_its_own_pages_unless_only_some_heads_go() -> None:
         found = fit_between(source, target)
         assert found is not None
         own, runs = pool(source, 3), [Run(0, (1, 2), 4, range(2))]
-        read, places = source_of(found, own, runs, (BOTH,))
+        read, places = source_of(found, own, runs, (BOTH,), lambda: False)
         assert (read is not own) == (places is not runs) == staged
 
 
