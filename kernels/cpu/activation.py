@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
-from numba import prange
+from numba import carray, prange  # type: ignore[attr-defined]
 
+from kernels.cpu.arrays import floats_at
 from kernels.cpu.kv_rows import load, store
 from kernels.cpu.threads import compiled
 from kernels.cpu.vector import LANES, add, divide, exp2, larger, multiply, splat, subtract, where_at_most, zeros
@@ -22,14 +23,15 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return ReferenceOps().silu_mul(gate_up)
     out = np.empty((num_rows, width // 2), np.float32)
     run = _silu_mul.serial if num_rows <= SERIAL_ROWS else _silu_mul
-    run(gate_up.contiguous().numpy(), out)
+    gate_up = gate_up.contiguous()
+    run(gate_up.data_ptr(), out)
     return torch.from_numpy(out)
 
 
 @compiled
-def _silu_mul(gate_up: np.ndarray, out: np.ndarray) -> None:
+def _silu_mul(gate_up_at: int, out: np.ndarray) -> None:
     num_rows, width = out.shape
-    flat, target = gate_up.reshape(-1), out.reshape(-1)
+    flat, target = carray(floats_at(gate_up_at), (2 * num_rows * width,)), out.reshape(-1)
     for t in prange(num_rows):
         gate, up, at = 2 * t * width, (2 * t + 1) * width, t * width
         one = splat(np.float32(1))

@@ -40,7 +40,10 @@ def _packed(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) ->
     out = np.empty((num_rows, -(-num_out // PANEL) * PANEL), np.float32)
     shift = _NO_BIAS if bias is None else bias.contiguous().numpy()
     multiply = nibbles.multiply if weight.format == "int4" else panels.multiply
-    multiply(x.contiguous().numpy(), weight, shift, out, torch.get_num_threads())
+    x = (x if x.dtype == torch.float32 else x.float()).contiguous()
+    if x.shape[1] != weight.width:
+        raise ValueError(f"rows of {x.shape[1]} numbers times weights of {weight.width}")
+    multiply(x.data_ptr(), weight, shift, out, torch.get_num_threads())
     return torch.from_numpy(out if num_out == out.shape[1] else np.ascontiguousarray(out[:, :num_out]))
 
 

@@ -5,8 +5,9 @@ its smallest weight uses the exact sum of x.
 """
 
 import numpy as np
-from numba import prange
+from numba import carray, prange  # type: ignore[attr-defined]
 
+from kernels.cpu.arrays import floats_at
 from kernels.cpu.nibble_tile import make_nibble_tile
 from kernels.cpu.threads import compiled, inlined
 from kernels.packing import BLOCK, PANEL, PackedWeight
@@ -19,23 +20,24 @@ _tile1, _tile2, _tile3 = make_nibble_tile(1), make_nibble_tile(2), make_nibble_t
 _tile4, _tile5, _tile6 = make_nibble_tile(4), make_nibble_tile(5), make_nibble_tile(6)
 
 
-def multiply(x: np.ndarray, weight: PackedWeight, bias: np.ndarray, out: np.ndarray, num_parts: int) -> None:
-    """out [T, all panels' outputs] = x [T, width] weight transposed, plus bias [num_out] unless it is empty. Each part
-    takes an equal share of the panels."""
+def multiply(x_at: int, weight: PackedWeight, bias: np.ndarray, out: np.ndarray, num_parts: int) -> None:
+    """out [T, all panels' outputs] = x weight transposed, plus bias [num_out] unless it is empty; at x_at in memory x
+    [T, width] begins. Each part takes an equal share of the panels."""
     num_blocks = weight.panels.shape[1]
-    small = np.empty((len(x), num_blocks * BLOCK), np.int8)
-    notes = np.empty((len(x), num_blocks, 2), np.float32)
-    quantize = _quantize.serial if len(x) <= _SERIAL_ROWS else _quantize
-    quantize(x, small, notes)
+    small = np.empty((len(out), num_blocks * BLOCK), np.int8)
+    notes = np.empty((len(out), num_blocks, 2), np.float32)
+    quantize = _quantize.serial if len(out) <= _SERIAL_ROWS else _quantize
+    quantize(x_at, weight.width, small, notes)
     panels, scales = weight.panels.reshape(-1), weight.scales.view(np.uint16).reshape(-1)
     _multiply(small, notes.reshape(-1), panels, scales, bias, out, num_parts)
 
 
 @compiled
-def _quantize(x: np.ndarray, small: np.ndarray, notes: np.ndarray) -> None:
+def _quantize(x_at: int, width: int, small: np.ndarray, notes: np.ndarray) -> None:
     """small [T, blocks * 32]: x in steps of notes[t, block, 0]; notes[t, block, 1]: the block's sum. A NaN or infinity
     shows up in the sum."""
-    num_rows, width = x.shape
+    num_rows = len(small)
+    x = carray(floats_at(x_at), (num_rows, width))
     for t in prange(num_rows):
         row, target = x[t], small[t]
         for block in range(notes.shape[1]):

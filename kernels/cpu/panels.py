@@ -5,8 +5,9 @@ int8 is widened to float on the way, so activations keep their precision and no 
 """
 
 import numpy as np
-from numba import prange
+from numba import carray, prange  # type: ignore[attr-defined]
 
+from kernels.cpu.arrays import floats_at
 from kernels.cpu.threads import compiled, inlined
 from kernels.cpu.tile import AHEAD_BYTES, make_tile
 from kernels.packing import PANEL, PackedWeight
@@ -20,11 +21,11 @@ _tile1, _tile2, _tile3 = make_tile(1, 1), make_tile(2, 1), make_tile(3, 1)
 _tile4, _tile5, _tile6 = make_tile(4, 1), make_tile(5, 1), make_tile(6, 1)
 
 
-def multiply(x: np.ndarray, weight: PackedWeight, bias: np.ndarray, out: np.ndarray, num_parts: int) -> None:
-    """out [T, all panels' outputs] = x [T, width] weight transposed, plus bias [num_out] unless it is empty. Outputs
-    beyond num_out are zero. Each part takes an equal share of the panels."""
+def multiply(x_at: int, weight: PackedWeight, bias: np.ndarray, out: np.ndarray, num_parts: int) -> None:
+    """out [T, all panels' outputs] = x weight transposed, plus bias [num_out] unless it is empty; at x_at in memory x
+    [T, width] begins. Outputs beyond num_out are zero. Each part takes an equal share of the panels."""
     panels = weight.panels.view(np.uint16) if weight.format == "float16" else weight.panels
-    _multiply(x, panels.reshape(-1), weight.scales.reshape(-1), bias, out, num_parts)
+    _multiply(x_at, weight.width, panels.reshape(-1), weight.scales.reshape(-1), bias, out, num_parts)
 
 
 @inlined
@@ -69,17 +70,16 @@ def _finish(
 
 @compiled
 def _multiply(
-    x: np.ndarray, weights: np.ndarray, scales: np.ndarray, bias: np.ndarray, out: np.ndarray, num_parts: int
+    x_at: int, width: int, weights: np.ndarray, scales: np.ndarray, bias: np.ndarray, out: np.ndarray, num_parts: int
 ) -> None:
-    num_rows, width = x.shape
-    out_width = out.shape[1]
+    num_rows, out_width = out.shape
     num_panels, panel_size = out_width // PANEL, width * PANEL
     element_bytes = PANEL * weights.itemsize
     # A single row leaves registers free: several panels at once keep the units busy.
     together = 4 if num_rows == 1 else 2 if num_rows == 2 else 1
     width_block = min(width, _WIDTH_BLOCK)
     row_block = max(_X_BLOCK_FLOATS // width_block // _ROWS, 1) * _ROWS
-    flat_x, flat_out = x.reshape(-1), out.reshape(-1)
+    flat_x, flat_out = carray(floats_at(x_at), (num_rows * width,)), out.reshape(-1)
     for part in prange(num_parts):
         stop = (part + 1) * num_panels // num_parts
         for first_row in range(0, num_rows, row_block):
