@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -134,16 +135,18 @@ async def test_at_once_says_no_and_leaves_nothing_behind() -> None:
     assert gate.num_transfers == 0
 
 
-async def test_at_once_lets_those_go_on_that_its_own_burst_held_back() -> None:
-    gate = Gate(Rules(burst_bytes=BURST, width=1, background_bytes_per_s=1.0))
-    slow, other = await seated(gate, BACKGROUND), await seated(gate, HANDOFF)
-    assert slow.at_once(BURST)
+async def test_at_once_lets_those_go_on_whom_it_held_back() -> None:
+    """It is ahead of the other one, but all that the cap has left is a burst as small as the other's."""
+    gate = Gate(replace(STRICT, background_bytes_per_s=1.0, seats=dict.fromkeys(TrafficClass, 2)))
+    asking, other = await seated(gate, BACKGROUND), await seated(gate, BACKGROUND, priority=1)
+    assert asking.at_once(BURST)
     with ThreadPoolExecutor(1) as threads:
-        sending: Future[None] = threads.submit(other.wait, BURST)
+        sending: Future[None] = threads.submit(other.wait, 1)
         while not other._flow.asked:
             await asyncio.sleep(0.001)
-        assert not slow.at_once(BURST), "its cap is used up"
+        assert not asking.at_once(BURST)
+        assert other._flow.burst == 1
         await asyncio.wait_for(asyncio.wrap_future(sending), 30)
-    slow.leave()
+    asking.leave()
     other.leave()
     assert gate.num_transfers == 0
