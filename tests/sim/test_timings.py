@@ -95,8 +95,8 @@ def test_what_of_a_transfer_was_hidden_behind_the_compute() -> None:
 
 
 def test_the_first_token_leaves_while_earlier_chunks_still_travel() -> None:
-    """Three chunks of a second; each takes one and a quarter to move, one after the other. What has not come when the last one is
-    computed counts as transfer, and the client does not wait for it."""
+    """Three chunks of a second; each takes one and a quarter to move, one after the other. What has not come when the
+    last one is computed counts as transfer, and the client does not wait for it."""
 
     async def scenario() -> None:
         async with Cluster(**CLUSTER) as cluster:
