@@ -15,7 +15,7 @@ from shared.runtime.errors import TransferError
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, Place, copy_spans
-from shared.state.remap.spans import Int64s
+from shared.state.remap.spans import Int64s, Units
 from shared.transfer.backend import Digests, Faults
 from shared.transfer.grant import Grant, Refused
 from shared.transfer.listener import Mover
@@ -41,21 +41,22 @@ class Staging:
         by_kind: dict[bool, list[int]] = {True: [], False: []}
         for one, count in zip(fit.components, taken, strict=True):
             by_kind[one.index is IndexKind.PAGE].append(count)
-        layout = PoolLayout(fit.components, *(max(by_kind[paged], default=0) for paged in (True, False)))
+        num_pages, num_slots = (max(by_kind[paged], default=0) for paged in (True, False))
+        layout = PoolLayout(fit.components, num_pages, num_slots)
         # Memory that no piece has a layer in is never touched, so it is never there.
         self.pool = Pool(layout, np.empty(max(1, layout.total_bytes), dtype=np.uint8).data)
         self.pool.kernels = kernels_of.kernels
 
-    def gather(self, number: int, source: Pool, units: Sequence[int], layers: range) -> None:
+    def gather(self, number: int, source: Pool, units: Units, layers: range) -> None:
         """Fills `layers` of a piece out of the sender's pool, where it lies in `units`."""
         copy_spans(_flat(source), _flat(self.pool), self.gather_spans(number, units, layers))
 
-    def gather_spans(self, number: int, units: Sequence[int], layers: range) -> Int64s:
+    def gather_spans(self, number: int, units: Units, layers: range) -> Int64s:
         """[n, 3] (offset at the sender's, offset here, length)."""
         piece = self._pieces[number]
         return self._fit.gather(piece.component, _run(piece), layers, units, self._place(number))
 
-    def scatter_spans(self, number: int, units: Sequence[int], layers: range) -> Int64s:
+    def scatter_spans(self, number: int, units: Units, layers: range) -> Int64s:
         """[n, 3] (offset here, offset at the receiver's, length), where the piece's rows lie in its `units`."""
         piece = self._pieces[number]
         return self._fit.scatter(piece.component, _run(piece), layers, self._place(number), units)

@@ -4,7 +4,6 @@ Runs of units are counted in the source's units on both sides: `first_unit`, `nu
 rows of a request are meant, whatever pages they lie in at the target.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.runtime.errors import GeometryMismatch
@@ -13,7 +12,7 @@ from shared.state.layout import PoolLayout
 from shared.state.remap.route import Chunk, Route
 from shared.state.remap.routes import routes
 from shared.state.remap.sharding import ShardedState
-from shared.state.remap.spans import Int64s, Place
+from shared.state.remap.spans import Int64s, Place, Units
 
 MAX_RANKS = 64
 _MAX_PAGE_TOKENS = 1 << 16
@@ -56,16 +55,12 @@ class Fit:
         size = self.target.components[self.target_index(component)].unit_tokens
         return start // size, -(-stop // size)
 
-    def gather(
-        self, component: int, run: tuple[int, int, int], layers: range, units: Sequence[int], piece: Place
-    ) -> Int64s:
+    def gather(self, component: int, run: tuple[int, int, int], layers: range, units: Units, piece: Place) -> Int64s:
         """[n, 3] (offset in the source, offset in the piece, length) of a run (first_unit, num_units, rows_in_last) in
         `layers` of the source's component, which lies in physical `units`."""
         return self.route.gather(_place(self.source, units, run[0]), piece, self._chunk(component, run, layers))
 
-    def scatter(
-        self, component: int, run: tuple[int, int, int], layers: range, piece: Place, units: Sequence[int]
-    ) -> Int64s:
+    def scatter(self, component: int, run: tuple[int, int, int], layers: range, piece: Place, units: Units) -> Int64s:
         """[n, 3] (offset in the piece, offset in the target, length); `units` are the target's, from the first one of
         `target_units` on."""
         first, _ = self.target_units(component, *run)
@@ -123,6 +118,6 @@ def _check_units(source: ShardedState, target: ShardedState) -> None:
             )
 
 
-def _place(layout: PoolLayout, units: Sequence[int], first_page: int) -> Place:
+def _place(layout: PoolLayout, units: Units, first_page: int) -> Place:
     """As pages and as a slot: the chunk says which of the two is meant."""
-    return Place(layout, units, first_page, units[0] if len(units) else None)
+    return Place(layout, units, first_page, int(units[0]) if len(units) else None)

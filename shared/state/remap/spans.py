@@ -13,6 +13,7 @@ from shared.state.remap.sharding import segments_around
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+Units = Sequence[int] | Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Place:
     `first_page` + 1, … (logical page k holds tokens from k x page size on). slot: its request slot."""
 
     layout: PoolLayout
-    pages: Sequence[int] = ()
+    pages: Units = ()
     first_page: int = 0
     slot: int | None = None
 
@@ -47,7 +48,7 @@ class Place:
     def check_holds(self, index: int, runs: Sequence[tuple[int, int]]) -> None:
         """Raises GeometryMismatch unless the request has units in the pool for all positions of non-empty `runs`."""
         component = self.layout.components[index]
-        units: Sequence[int] = self.pages
+        units: Units = self.pages
         if component.index is IndexKind.PAGE:
             end = self.first_page + len(self.pages)
             for start, stop in runs:

@@ -301,3 +301,8 @@ def test_components_that_lack_layers_or_keep_them_in_another_order() -> None:
 )
 def test_the_cut_follows_the_setting_and_auto_the_length(overlap: Overlap, length: int, cut: Cut) -> None:
     assert choose_cut(overlap, 8, length) == cut
+
+
+def test_layers_do_not_leave_at_the_end_only() -> None:
+    with pytest.raises(ValueError, match="chunk by chunk"):
+        Cut(by_chunks=False, layers=1)

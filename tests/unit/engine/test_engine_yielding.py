@@ -9,6 +9,7 @@ from shared.engine.api import ChunkDone
 from shared.engine.executor import InlineExecutor
 from shared.engine.models.toy import Toy
 from shared.runtime.errors import PoolExhausted
+from shared.runtime.overlap import Cut
 from tests.support_ahead import PLENTY, A, B, C, ahead, go_on, parked, prompt_of, spec, take, told, until
 from tests.support_engine import EngineBench, running
 
@@ -102,6 +103,40 @@ async def test_asked_while_it_is_being_loaded_it_hands_nothing_out_before_that_i
         chunks = await asking[0]
         assert told_at[0] is False
         await go_on(bench, A, chunks, prompt_of(30, 1), 1)
+
+
+async def test_what_comes_back_in_the_step_that_goes_on_with_it_is_told_once() -> None:
+    """First what comes back, whole, when it is there, and then the rest by layers."""
+    async with running(num_pages=10, prefill_chunk=4, stash_bytes=PLENTY) as bench:
+        ahead(bench, A, prompt_of(30, 1), spec(1), attempts=1)
+        while not bench.engine._scheduler.groups[A].computed:
+            await asyncio.sleep(0)
+        bench.engine.reserve(B, prompt_of(25, 2), spec(2), decodes=False)
+        await take(bench, B)
+        group = bench.engine._scheduler.groups[A]
+        assert group.saved is not None
+        (before,) = [place.computed for place in group.saved.places]
+        assert 0 < before < 30
+        await bench.engine.retire(B)
+        steps = bench.engine.stats.steps
+        async with asyncio.timeout(10):
+            chunks = [chunk async for chunk in bench.engine.prefill(A, Cut(layers=1))]
+        assert bench.engine.stats.steps - steps == -(-(30 - before) // 4), "a step of its own brought it back"
+        assert (chunks[0].start, chunks[0].end, chunks[0].partial) == (0, before, False)
+        assert all(chunk.start >= before for chunk in chunks[1:])
+        assert any(chunk.partial for chunk in chunks)
+        cells = [
+            (piece.component, layer, piece.first_unit + k)
+            for chunk in chunks
+            for piece in chunk.pieces
+            for layer in piece.layers(bench.pool.layout.components[piece.component].num_layers)
+            for k in range(len(piece.units))
+            if piece.component == 0
+        ]
+        assert len(cells) == len(set(cells)), "it is sent twice"
+        await go_on(bench, A, chunks, prompt_of(30, 1), 1)
+        await bench.engine.retire(A)
+        assert bench.is_empty()
 
 
 async def test_those_somebody_waits_for_come_before_new_ones() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,54 @@ async def test_time_alone_gives_a_turn_where_nothing_else_happens() -> None:
     assert gate.now() - began >= 4 / 20 - 0.001
     assert 0.1 <= turn.waited_s <= gate.now() - began
     turn.leave()
+
+
+async def test_at_once_takes_a_turn_only_if_it_is_there() -> None:
+    gate = Gate(STRICT)
+    turn = await seated(gate, HANDOFF)
+    assert turn.at_once(BURST)
+    assert turn._flow.burst == BURST
+    assert turn.at_once(2 * BURST), "its own burst before is over"
+    assert turn._flow.burst == 2 * BURST
+    turn.leave()
+    assert gate.num_transfers == 0
+
+
+async def test_at_once_says_no_and_leaves_nothing_behind() -> None:
+    """Neither does it get a turn later, which nobody would use, nor does it hold back who goes after it."""
+    gate = Gate(STRICT)
+    holder, asking, later = await seated(gate, LAST), await seated(gate, HANDOFF), await seated(gate, BACKGROUND)
+    holder.wait(BURST)
+    assert not asking.at_once(BURST)
+    assert not asking._flow.has_something
+    assert gate.scheduler.next_at(gate.now()) is None, "nobody waits"
+    with ThreadPoolExecutor(1) as threads:
+        sending: Future[None] = threads.submit(later.wait, BURST)
+        while not later._flow.asked:
+            await asyncio.sleep(0.001)
+        holder.leave()
+        await asyncio.wait_for(asyncio.wrap_future(sending), 30)
+    assert not asking._flow.has_something
+    asking.abort()
+    with pytest.raises(TransferError):
+        asking.at_once(BURST)
+    asking.leave()
+    later.leave()
+    assert gate.num_transfers == 0
+
+
+async def test_at_once_lets_those_go_on_whom_it_held_back() -> None:
+    """It is ahead of the other one, but all that the cap has left is a burst as small as the other's."""
+    gate = Gate(replace(STRICT, background_bytes_per_s=1.0, seats=dict.fromkeys(TrafficClass, 2)))
+    asking, other = await seated(gate, BACKGROUND), await seated(gate, BACKGROUND, priority=1)
+    assert asking.at_once(BURST)
+    with ThreadPoolExecutor(1) as threads:
+        sending: Future[None] = threads.submit(other.wait, 1)
+        while not other._flow.asked:
+            await asyncio.sleep(0.001)
+        assert not asking.at_once(BURST)
+        assert other._flow.burst == 1
+        await asyncio.wait_for(asyncio.wrap_future(sending), 30)
+    asking.leave()
+    other.leave()
+    assert gate.num_transfers == 0

@@ -7,15 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shared.runtime.errors import TransferError
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout, Shard
 from shared.state.remap import Fit, fit_between
-from shared.transfer.backend import Digests
+from shared.transfer.backend import Digests, Faults
 from shared.transfer.door import Door
 from shared.transfer.grant import Grant, Refused
 from shared.transfer.link import TicketKey
 from shared.transfer.pool import Pool, Run
-from shared.transfer.regroup import RegroupingMover, Staging, source_of
+from shared.transfer.regroup import GatheringMover, RegroupingMover, Staging, source_of
 from shared.transfer.wire import Header, WirePiece, sign
 
 KEY, SECRET, NONCE = TicketKey(5, 1), b"secret", b"nonce"
@@ -205,6 +206,26 @@ def test_a_sender_reads_its_own_pages_unless_only_some_heads_go() -> None:
         own, runs = pool(source, 3), [Run(0, (1, 2), 4, range(2))]
         read, places = source_of(found, own, runs, (BOTH,), lambda: False)
         assert (read is not own) == (places is not runs) == staged
+
+
+def test_a_sender_that_gathers_heads_stops_between_two_layers() -> None:
+    found = fit_between(OURS, rank(1))
+    assert found is not None
+    answers = iter([False, True])
+    with pytest.raises(TransferError, match="aborted"):
+        source_of(found, pool(OURS, 3), [Run(0, (1, 2), 4, range(2))], (BOTH,), lambda: next(answers))
+    assert next(answers, None) is None
+
+
+def test_where_heads_are_cut_nobody_waits_for_bursts() -> None:
+    """All is gathered before the first one: permits would stay in the connection."""
+    found = fit_between(OURS, rank(1))
+    assert found is not None
+    mover = GatheringMover(found, pool(rank(1), 1), Landing(stopped=False), pool(OURS, 2), Faults())
+    header = Header(room=KEY.room, generation=KEY.generation, sequence=0, pieces=(BOTH,))
+    mover.check(header)
+    with pytest.raises(Refused, match="bad_bursts"):
+        mover.check(header.model_copy(update={"burst_bytes": 100, "num_bursts": 2}))
 
 
 def test_layers_of_the_same_units_share_their_place_and_others_do_not() -> None:
