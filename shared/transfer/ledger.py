@@ -18,8 +18,9 @@ def payload_bytes(component: StateComponent, num_units: int, rows_in_last: int, 
 
 
 def bytes_of(piece: Piece, component: StateComponent) -> int:
-    """Those of its rows with state."""
-    num_layers = len(piece.layers(component.num_layers))
+    """Those of its rows with state; also for a piece that names layers which do not exist."""
+    layers = piece.layers(component.num_layers)
+    num_layers = max(0, layers.stop - layers.start)  # `len` knows no number that large
     return payload_bytes(component, len(piece.units), piece.rows_in_last, num_layers)
 
 

@@ -57,7 +57,7 @@ def runs_of(pool: Pool, pieces: tuple[Piece, ...]) -> list[Run]:
         known = 0 <= piece.component < len(pool.layout.components)
         layers = piece.layers(pool.num_layers(piece.component)) if known else range(0)
         run = Run(piece.component, piece.units, piece.rows_in_last, layers)
-        if not known or not len(layers) or not pool.holds(run):
+        if not known or not pool.holds(run):
             raise TransferRefused(f"bad_source: component {run.component} has no such units, rows or layers here")
         runs.append(run)
     return runs

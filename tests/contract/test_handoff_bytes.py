@@ -159,7 +159,15 @@ def toy_prompt(length: int) -> tuple[int, ...]:
     return tuple((k * k * 31 + 7 * length) % 250 for k in range(length))
 
 
-@pytest.mark.parametrize(("kind", "cut"), [*((kind, BY_CHUNKS) for kind in (*KINDS, NIXL)), ("tcp", Cut(layers=1))])
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        ("shm", BY_CHUNKS),
+        ("tcp", BY_CHUNKS),
+        pytest.param("nixl", BY_CHUNKS, marks=NIXL.marks),
+        ("tcp", Cut(layers=1)),
+    ],
+)
 async def test_every_component_of_the_toy_crosses(kind: str, cut: Cut, tmp_path: Path) -> None:
     async with handoff(kind, tmp_path, Toy(), page_tokens=4, chunk=16, cut=cut) as pair:
         for length in TOY_LENGTHS:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.runtime.errors import PeerLost, TransferError
+from shared.runtime.config_file import ConfigError
+from shared.runtime.errors import TransferError
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout
 from shared.transfer.classes import Standing, TrafficClass
@@ -33,7 +34,8 @@ LAST, BACKGROUND = Standing(TrafficClass.LAST), Standing(TrafficClass.BACKGROUND
 
 @asynccontextmanager
 async def pair_of(kind: str, directory: Path, cap: int) -> AsyncIterator[tuple[Side, Side]]:
-    arguments = ("--burst-bytes", str(BURST), "--background-bytes-per-s", str(cap))
+    """Patient: a cap so low lets bursts through rarely."""
+    arguments = ("--burst-bytes", str(BURST), "--background-bytes-per-s", str(cap), "--stall-timeout-s", "60")
     options = SidecarOptions("s", directory, transfer=kind, arguments=arguments)
     sides = await asyncio.gather(*(sidecar_side(options, LAYOUT) for _ in range(2)))
     sides[0].scramble()
@@ -143,6 +145,6 @@ async def test_a_sidecar_that_cannot_be_where_it_is_told_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = SidecarOptions("s", tmp_path, transfer="tcp", arguments=("--cores", "1000"))
-    with pytest.raises(PeerLost):
+    with pytest.raises(ConfigError):
         await sidecar_side(options, LAYOUT)
     assert "cores: 1000 are not ours to use" in capfd.readouterr().err
