@@ -116,7 +116,7 @@ class _Shared:
     """One compute thread for both engines: it outlives either."""
 
     def __init__(self, executor: ThreadExecutor) -> None:
-        self.run = executor.run
+        self.run, self.tell = executor.run, executor.tell
 
     def close(self) -> None:
         pass

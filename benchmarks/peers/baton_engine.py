@@ -169,7 +169,7 @@ class _Shared:
     """The compute thread outlives each engine."""
 
     def __init__(self, executor: ThreadExecutor) -> None:
-        self.run = executor.run
+        self.run, self.tell = executor.run, executor.tell
 
     def close(self) -> None:
         pass
