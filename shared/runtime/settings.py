@@ -21,6 +21,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from shared.protocol.messages import KvPrecision
 from shared.runtime.backend_names import chosen_names
 from shared.runtime.config_file import CONFIG_VARIABLE as CONFIG_VARIABLE
 from shared.runtime.config_file import ConfigError as ConfigError
@@ -244,7 +245,7 @@ class GatewaySettings(CommonSettings):
     max_active: Positive = Field(2048, description="requests in hand at once; one more is answered 429")
     mode: Mode = Field("separated", description="as the workers'; where it is not separated, all prompts are local")
     path: Literal["auto", "remote", "local"] = Field("auto", description="where a request without `path` prefills")
-    kv_precision: Literal["lossless", "raw", "fp16", "fp8", "int8", "delta", "auto"] = Field(
+    kv_precision: KvPrecision = Field(
         "lossless", description="wire format of requests that name none; auto: a smaller one where the link is slow"
     )
     worker_timeout_s: Seconds = Field(2.0, description="a worker silent for so long is taken for lost")
