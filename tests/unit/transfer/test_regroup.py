@@ -237,7 +237,7 @@ def test_layers_of_the_same_units_share_their_place_and_others_do_not() -> None:
     ]
     pieces = [BOTH.model_copy(update={"num_units": 1, "rows_in_last": 4} | part) for part in parts]
     staging = Staging(fit(in_pages(8)), pieces, target)
-    assert [run.units for run in staging.runs] == [(0,), (0,), (1,)]
+    assert [run.units.tolist() for run in staging.runs] == [[0], [0], [1]]
     for number, units in enumerate(((3,), (3,), (9,))):
         staging.gather(number, source, units, pieces[number].layers)
     for run, units in zip(staging.runs, ((3,), (3,), (9,)), strict=True):
