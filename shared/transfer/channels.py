@@ -9,8 +9,9 @@ from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.transfer.backend import Backend, Channel
 
-_IDLE_S = 60.0
-"""How long a channel that nobody uses stays open: a connection costs more than a small hand-off."""
+_IDLE_S = 10.0
+"""How long a channel that nobody uses stays open. A connection costs more than a small hand-off, but many hand-offs at
+once leave many of them, each with open files here and a thread at the peer."""
 Entry = tuple[Backend, Channel]
 T = TypeVar("T")
 
