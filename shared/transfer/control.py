@@ -83,7 +83,7 @@ class Reply(WireModel):
     """In the answer to a ping, as is `sent`."""
     sent: tuple[Sent, ...] = ()
     on_wire: tuple[OnWire, ...] = ()
-    bytes_per_s: float | None = None
+    bytes_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Of the link this time. Both in the answer to a send."""
 
 
