@@ -15,7 +15,8 @@ _types: Any = types
 
 
 class Last:
-    """The array of the tensor that was asked for last: a step passes the same ones to every layer. Holds on to it."""
+    """The array of the tensor that was asked for last: a step passes the same ones to every layer. Holds on to it; its
+    numbers may change, where they lie may not."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor | None, np.ndarray] = (None, np.empty(0))

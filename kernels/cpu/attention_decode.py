@@ -27,7 +27,7 @@ from kernels.cpu.vector import LANES, add, add_product, exp2, larger, largest, s
 _LOG2_E = np.float32(1.4426950408889634)
 _LINE_BYTES = 64
 _WIDE = 4 * LANES
-_MERGED_ALONE = 16
+_MERGED_ALONE, _SPANS_ALONE = 16, 128
 
 
 @inlined
@@ -241,7 +241,7 @@ def decode(
             found, statistics = acc[span, heads].reshape(-1), stats[span, heads].reshape(-1)
             _span(query, group, kv_layer, kv, block_tables[s], part * part_heads, begin, end, found, statistics)
     # Waking the other threads once more would cost more than merging few.
-    num_merged = min(num_sequences, _MERGED_ALONE)
+    num_merged = min(num_sequences, _MERGED_ALONE) if num_spans <= _SPANS_ALONE else 0
     for s in range(num_merged):
         _merge_one(s, first_span, acc, stats, query_start, out)
     if num_sequences > num_merged:

@@ -41,8 +41,8 @@ def _packed(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) ->
     shift = _NO_BIAS if bias is None else bias.contiguous().numpy()
     multiply = nibbles.multiply if weight.format == "int4" else panels.multiply
     x = (x if x.dtype == torch.float32 else x.float()).contiguous()
-    if x.shape[1] != weight.width:
-        raise ValueError(f"rows of {x.shape[1]} numbers times weights of {weight.width}")
+    if x.shape[1:] != (weight.width,):
+        raise ValueError(f"x is {tuple(x.shape)}, the weights are of rows of {weight.width}")
     multiply(x.data_ptr(), weight, shift, out, torch.get_num_threads())
     return torch.from_numpy(out if num_out == out.shape[1] else np.ascontiguousarray(out[:, :num_out]))
 

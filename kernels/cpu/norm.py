@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+    if not x.dtype == residual.dtype == weight.dtype == torch.float32:
         return ReferenceOps().add_rms_norm(x, residual, weight, eps)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out = np.empty(x.shape, np.float32)

@@ -14,7 +14,7 @@ def test_the_array_is_always_that_of_the_tensor_asked_for() -> None:
         assert np.array_equal(last(tensor), np.full(4, value))
         tensor += 10
         assert np.array_equal(last(tensor), np.full(4, value + 10))
-        del tensor  # the next one may come to lie in its place
+        del tensor
 
 
 def test_a_view_of_the_same_memory_is_another_tensor() -> None:

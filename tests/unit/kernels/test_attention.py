@@ -84,9 +84,13 @@ def test_scores_far_below_zero_leave_nothing_to_what_is_not_there() -> None:
     torch.testing.assert_close(attend(CPU, batch), attend(REFERENCE, batch), rtol=1e-3, atol=1e-3)
 
 
+MIXED = [(1, 700), (1, 20), (9, 30), (1, 44), (150, 300)]
+
+
 @kinds
-def test_a_sequence_does_not_depend_on_the_batch(kv_dtype: str) -> None:
-    lengths = [(1, 700), (1, 20), (9, 30), (1, 44), (150, 300)]
+@pytest.mark.parametrize("lengths", [MIXED, [(1, 700)] * 18 + [(1, 20)], [(1, 9000)] * 4 + [(1, 20)]])
+def test_a_sequence_does_not_depend_on_the_batch(kv_dtype: str, lengths: list[tuple[int, int]]) -> None:
+    """Few are merged by one thread, many sequences and many parts by all of them."""
     batch = make_paged(lengths, page_tokens=16, num_kv_heads=3, group=3, head_dim=64, kv_dtype=kv_dtype)
     together = attend(CPU, batch)
     for s, (new, _) in enumerate(lengths):

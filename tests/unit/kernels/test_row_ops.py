@@ -1,11 +1,13 @@
 """Ops that take each row of a step for itself, against the reference."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu.ops import warm_up
+from kernels.packing import pack
 from tests.support_kernels import CPU, REFERENCE, few
 from tests.support_paged import POISON
 
@@ -56,6 +58,37 @@ def test_norms_and_activation(rows: int, width: int, seed: int) -> None:
     expected_normed, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
     torch.testing.assert_close(normed, expected_normed, rtol=1e-5, atol=1e-6)
     assert torch.equal(total, expected_total)
+
+
+def test_a_row_does_not_depend_on_how_many_there_are() -> None:
+    """One thread computes a few, all of them many."""
+    generator = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(2, 50, 576, generator=generator)
+    weight, gate_up = torch.randn(576, generator=generator), torch.randn(50, 128, generator=generator)
+    for count in (1, 8, 9, 32, 33):
+        assert torch.equal(CPU.rms_norm(x, weight, 1e-5)[:count], CPU.rms_norm(x[:count], weight, 1e-5))
+        assert torch.equal(CPU.silu_mul(gate_up)[:count], CPU.silu_mul(gate_up[:count]))
+        for one, other in zip(
+            CPU.add_rms_norm(x, residual, weight, 1e-5),
+            CPU.add_rms_norm(x[:count], residual[:count], weight, 1e-5),
+            strict=True,
+        ):
+            assert torch.equal(one[:count], other)
+
+
+def test_sums_of_other_types_go_by_the_reference() -> None:
+    x, residual, weight = torch.randn(3, 64), torch.randn(3, 64).half(), torch.randn(64)
+    for one, other in zip(
+        CPU.add_rms_norm(x, residual, weight, 1e-5), REFERENCE.add_rms_norm(x, residual, weight, 1e-5), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_product_of_rows_that_do_not_fit_is_refused() -> None:
+    weight = pack(np.ones((16, 64), np.float32), "float16")
+    for shape in ((2, 63), (2, 3, 64)):
+        with pytest.raises(ValueError, match="rows of 64"):
+            CPU.linear(torch.ones(shape), weight)
 
 
 @pytest.mark.parametrize("rows", [1, 50])
