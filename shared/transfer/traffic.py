@@ -61,12 +61,12 @@ class TrafficSums:
         )
 
     def as_counters(self) -> dict[str, int]:
-        """The same, rounded, for reports: by class alone."""
+        """The same, rounded, for reports: by class alone, under names that no backend has."""
         found: Counter[str] = Counter()
         for (traffic, _), sums in sorted(self._sums.items()):
-            found[f"sent_{traffic}"] += sums.transfers
-            found[f"sent_{traffic}_bytes"] += sums.bytes.total()
-            found[f"sent_{traffic}_queue_ms"] += round(1000 * sums.queue_s)
+            found[f"class_{traffic}"] += sums.transfers
+            found[f"class_{traffic}_bytes"] += sums.bytes.total()
+            found[f"class_{traffic}_queue_ms"] += round(1000 * sums.queue_s)
         return dict(found)
 
 

@@ -70,7 +70,7 @@ async def test_a_hand_off_passes_a_background_transfer_that_waits(kind: str, tmp
         assert not background.done()
         assert await receiver.received(urgent[0]) == await sender.sent(urgent[0])
         counters = await sender.counters()
-        assert (counters["sent_last"], counters["sent_last_bytes"]) == (1, 2 * PAGE_BYTES)
+        assert (counters["class_last"], counters["class_last_bytes"]) == (1, 2 * PAGE_BYTES)
         (sent,) = sender.traffic
         assert (sent.traffic, sent.transfers, sent.bytes) == (TrafficClass.LAST, 1, {"kv": {"raw": 2 * PAGE_BYTES}})
         assert sent.busy_s > 0
@@ -99,7 +99,7 @@ async def test_what_a_more_urgent_transfer_of_its_ticket_waits_for_is_as_urgent(
         assert time.monotonic() - began < 15
         assert await receiver.received(key) == await sender.sent(key)
         counters = await sender.counters()
-        assert (counters["sent_last"], counters["sent_background"]) == (1, 1), "counted as what they were sent as"
+        assert (counters["class_last"], counters["class_background"]) == (1, 1), "counted as what they were sent as"
         await receiver.fence(key)
         await sender.forget(key)
 

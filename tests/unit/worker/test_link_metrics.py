@@ -46,7 +46,7 @@ def test_transfers_by_class_backend_component_and_format() -> None:
         f"baton_link_queue_seconds_total{{{background}}}": 0.0,
         f"baton_link_busy_seconds_total{{{background}}}": 0.125,
     }
-    assert sums.as_counters()["sent_last_bytes"] == 124
+    assert sums.as_counters()["class_last_bytes"] == 124
 
 
 @pytest.mark.parametrize(
