@@ -164,9 +164,8 @@ class _TcpChannel:
         pool, read = source_of(self.fit, self._pool, runs, wire, self._aborted.is_set)
         send = self._send_raw if wire_format == EXACT else self._send_coded
         digests, sent = send(pool, read, manifest)
-        manifest.turn.rest()
         began = time.monotonic()
-        expect_ok(self._connection)
+        expect_ok(self._connection)  # the turn is ours until then: what was sent may still be in the kernel's queue
         spent_s = sent.spent_s + time.monotonic() - began
         held_back = manifest.turn.window_bytes > 0
         if sent.num_bytes >= _LEAST_MEASURED_BYTES and spent_s > 0 and not held_back:
