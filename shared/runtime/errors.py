@@ -4,6 +4,7 @@ BatonError
   ProtocolError        the wire: StaleGeneration, IdentityMismatch, GeometryMismatch, UnknownRoom, DeadRoom
   CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker, ShuttingDown
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
+  StoreError           the external store: StoreFull, StoreUnavailable
   EngineError          compute failed
   RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
 
@@ -136,6 +137,25 @@ class TransferRefused(TransferError):
     """The receiver's sidecar refused the transfer at the door."""
 
     code = "transfer_refused"
+
+
+class StoreError(BatonError):
+    """The external store could not do it; whoever asked goes on without."""
+
+    code = "store_failed"
+    retryable = True
+
+
+class StoreFull(StoreError):
+    """No room is left: the disk is full, or the quota is used up."""
+
+    code = "store_full"
+
+
+class StoreUnavailable(StoreError):
+    """The store, or the device or server beneath it, does not answer or fails."""
+
+    code = "store_unavailable"
 
 
 class EngineError(BatonError):
