@@ -25,7 +25,7 @@ class PolitenessSettings(BaseSettings):
     )
     traffic_classes: bool = Field(True, description="false: background is as urgent as hand-offs, for comparison")
     burst_bytes: ByteSize = Field(
-        ByteSize(1 << 20), description="most that is sent before something more urgent has its turn, as in 1MiB"
+        ByteSize(4 << 20), description="most that is sent before something more urgent has its turn, as in 1MiB"
     )
     background_bytes_per_s: ByteSize | None = Field(
         None, description="most that background sends to one peer in a second, as in 20MB. Default: no cap"

@@ -56,7 +56,7 @@ class Turn(Protocol):
 
 
 class _Always:
-    burst_bytes = 1 << 20
+    burst_bytes = 4 << 20
     window_bytes = 0
 
     def wait(self, num_bytes: int) -> None: ...

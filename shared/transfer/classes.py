@@ -70,7 +70,7 @@ class Rules:
     """burst_bytes: longest burst. width: bursts under way to one peer at once. background_bytes_per_s: cap for each
     peer; None: none. classes: False: all transfers are of one class, for comparison."""
 
-    burst_bytes: int = _MIB
+    burst_bytes: int = 4 * _MIB
     width: int = 2
     shares: Mapping[TrafficClass, float] = field(default_factory=_shares)
     seats: Mapping[TrafficClass, int] = field(default_factory=_seats)

@@ -21,9 +21,10 @@ import xxhash
 
 from shared.state.components import StateComponent
 from shared.transfer.connection import Connection
+from shared.transfer.digester import DIGEST_BYTES
 from shared.transfer.formats.block import Damaged, block_shape
 from shared.transfer.formats.catalog import LOSSINESS, format_for
-from shared.transfer.pool import DIGEST_BYTES, Pool, Run
+from shared.transfer.pool import Pool, Run
 from shared.transfer.row_spans import part_of
 from shared.transfer.wire import Malformed
 

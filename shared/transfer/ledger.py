@@ -7,8 +7,8 @@ import numpy as np
 import xxhash
 
 from shared.state.components import IndexKind, StateComponent
+from shared.transfer.digester import DIGEST_BYTES
 from shared.transfer.link import ComponentReceipt, Piece, Receipt
-from shared.transfer.pool import DIGEST_BYTES
 
 
 def payload_bytes(component: StateComponent, num_units: int, rows_in_last: int, num_layers: int | None = None) -> int:

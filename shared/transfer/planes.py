@@ -52,6 +52,13 @@ class Plane:
         step, size = self.unit_tokens * self.row_bytes, num_rows * self.row_bytes
         return [(start + k * step, start + k * step + size) for k in range(self.segments)]
 
+    def first_rows(self, flat: np.ndarray, layers: range, unit: int, num_rows: int) -> np.ndarray:
+        """Those rows of a unit in several layers, [layers, segments, bytes]; shares memory with the pool."""
+        end = self.offset + self.num_layers * self.layer_bytes
+        size = self.unit_tokens * self.row_bytes
+        units = flat[self.offset : end].reshape(self.num_layers, self.num_units, self.segments, size)
+        return units[layers.start : layers.stop, unit, :, : num_rows * self.row_bytes]
+
 
 def bounds(units: np.ndarray) -> tuple[int, int]:
     """The least and the greatest of at least one."""

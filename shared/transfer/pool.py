@@ -8,17 +8,17 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import xxhash
 
 from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
+from shared.transfer.digester import DIGEST_BYTES, Digester, digests_of_rows, entry, flat_digests, put_back, units_of
 from shared.transfer.kernels import Kernels
 from shared.transfer.planes import Plane, bounds, joined, joined_pairs
 
-DIGEST_BYTES = 16
 BURST_BYTES = 8 * 1024 * 1024
 """Well under a millisecond of copying on a good machine, a few on a bad one."""
 _FEW = 4
@@ -133,24 +133,19 @@ class Pool:
     def digesting(self, run: Run, layers: range, found: np.ndarray, burst_bytes: int = BURST_BYTES) -> Iterator[int]:
         """Enters the digests of `run` in these layers into `found`. A part of the work is done with each step, which
         says how many bytes that was: who asks for the next one decides when it goes on, and whether."""
+        unit_bytes = self._planes[run.component].unit_bytes
+        digester = self.digester(run, layers, found)
+        each = max(1, -(-burst_bytes // unit_bytes))
+        while (before := digester.done) < digester.total:
+            digester.upto(min(digester.total, before + each))
+            yield (digester.done - before) * unit_bytes
+        if num_bytes := digester.rest():
+            yield num_bytes
+
+    def digester(self, run: Run, layers: range, found: np.ndarray) -> Digester:
+        """What makes the digests of `run` in these layers as it is told to."""
         plane = self._planes[run.component]
-        whole = _num_whole(plane, run)
-        kernels = self.kernels if whole * len(layers) > _FEW else None
-        if kernels is not None and kernels.can_digest(plane.unit_bytes):
-            units = self._units(kernels, run.units[:whole], plane, layers)
-            at, flat = 0, _flat_digests(found, whole)
-            while at < units.total:
-                before, at = at, kernels.digest_units(units, flat, at, burst_bytes)
-                yield (at - before) * plane.unit_bytes
-            _put_back(found, flat, whole)
-        else:
-            for number, layer in enumerate(layers):
-                yield from self._digest_plainly(plane, run.units[:whole], layer, found[number], burst_bytes)
-        if whole < len(run.units):
-            for number, layer in enumerate(layers):
-                rows = plane.rows(layer, int(run.units[-1]), run.rows_in_last)
-                found[number, whole] = self._digest_ranges(rows)
-            yield len(layers) * run.rows_in_last * plane.segments * plane.row_bytes
+        return Digester(self._flat, plane, run.units, run.rows_in_last, layers, found, self.kernels)
 
     def copying(
         self,
@@ -168,9 +163,9 @@ class Pool:
         whole, size = _num_whole(ours, mine), ours.unit_bytes
         kernels = self.kernels if whole * len(layers) > _FEW else None
         if kernels is not None and (found is None or kernels.can_digest(size)):
-            into = self._units(kernels, mine.units[:whole], ours, layers)
-            out_of = source._units(kernels, theirs.units[:whole], other, layers)
-            at, flat = 0, None if found is None else _flat_digests(found, whole)
+            into = units_of(kernels, self._flat, mine.units[:whole], ours, layers)
+            out_of = units_of(kernels, source._flat, theirs.units[:whole], other, layers)
+            at, flat = 0, None if found is None else flat_digests(found, whole)
             while at < into.total:
                 before = at
                 if flat is None:
@@ -179,43 +174,23 @@ class Pool:
                     at = kernels.copy_and_digest_units(into, out_of, flat, at, burst_bytes)
                 yield (at - before) * size
             if found is not None and flat is not None:
-                _put_back(found, flat, whole)
+                put_back(found, flat, whole)
         else:
             for number, layer in enumerate(layers):
                 into_found = None if found is None else found[number]
                 pair = theirs.units[:whole], mine.units[:whole]
                 yield from self._copy_plainly(source, pair, (other, ours), layer, into_found, burst_bytes)
         if whole < len(mine.units):
-            for number, layer in enumerate(layers):
-                to = ours.rows(layer, int(mine.units[-1]), mine.rows_in_last)
-                out_of_rows = other.rows(layer, int(theirs.units[-1]), mine.rows_in_last)
-                for (a, a_end), (b, b_end) in zip(to, out_of_rows, strict=True):
-                    self._flat[a:a_end] = source._flat[b:b_end]
-                if found is not None:
-                    found[number, whole] = self._digest_ranges(to)
-            yield len(layers) * mine.rows_in_last * ours.segments * ours.row_bytes
+            rows = ours.first_rows(self._flat, layers, int(mine.units[-1]), mine.rows_in_last)
+            rows[:] = other.first_rows(source._flat, layers, int(theirs.units[-1]), mine.rows_in_last)
+            if found is not None:
+                found[:, whole] = digests_of_rows(rows)
+            yield rows.nbytes
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
         view = self.views(run, layer)[0]
         view[0] ^= 0xFF
-
-    def _units(self, kernels: Kernels, units: np.ndarray, plane: Plane, layers: range) -> Any:
-        units, offset = np.ascontiguousarray(units), plane.base(layers.start)
-        return kernels.Units(self._flat, units, plane.unit_bytes, offset, plane.layer_bytes, len(layers))
-
-    def _digest_plainly(
-        self, plane: Plane, units: np.ndarray, layer: int, found: np.ndarray, burst_bytes: int
-    ) -> Iterator[int]:
-        base, size = plane.base(layer), plane.unit_bytes
-        waiting, digest, data = 0, xxhash.xxh3_128_digest, self.bytes
-        for k, start in enumerate((base + units * size).tolist()):
-            found[k] = _entry(digest(data[start : start + size]))
-            waiting += size
-            if waiting >= burst_bytes:
-                yield waiting
-                waiting = 0
-        yield waiting
 
     def _copy_plainly(
         self,
@@ -233,7 +208,7 @@ class Pool:
             a, b = to + dst * size, start + src * size
             flat[a : a + count * size] = source._flat[b : b + count * size]
             for at in range(a, a + count * size, size) if found is not None else ():
-                found[done] = _entry(digest(data[at : at + size]))  # type: ignore[index]
+                found[done] = entry(digest(data[at : at + size]))  # type: ignore[index]
                 done += 1
             waiting += count * size
             if waiting >= burst_bytes:
@@ -241,34 +216,12 @@ class Pool:
                 waiting = 0
         yield waiting
 
-    def _digest_ranges(self, ranges: list[tuple[int, int]]) -> np.ndarray:
-        hasher = xxhash.xxh3_128()
-        for start, end in ranges:
-            hasher.update(self.bytes[start:end])
-        return _entry(hasher.digest())
-
 
 def room_for_digests(run: Run, layers: range) -> np.ndarray:
     """[layers, units, 16] bytes."""
     return np.zeros((len(layers), len(run.units), DIGEST_BYTES), dtype=np.uint8)
 
 
-def _flat_digests(found: np.ndarray, whole: int) -> np.ndarray:
-    """What kernels fill for the first `whole` units: a row for each unit and layer."""
-    if whole == found.shape[1]:
-        return found.reshape(-1, DIGEST_BYTES)
-    return np.empty((found.shape[0] * whole, DIGEST_BYTES), dtype=np.uint8)
-
-
-def _put_back(found: np.ndarray, flat: np.ndarray, whole: int) -> None:
-    if whole < found.shape[1]:
-        found[:, :whole] = flat.reshape(-1, whole, DIGEST_BYTES)
-
-
 def _num_whole(plane: Plane, run: Run) -> int:
     """Units of which every row carries state."""
     return len(run.units) - (run.rows_in_last < plane.unit_tokens)
-
-
-def _entry(digest: bytes) -> np.ndarray:
-    return np.frombuffer(digest, dtype=np.uint8)

@@ -31,7 +31,7 @@ from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of,
 from shared.transfer.wire import Header
 
 _BACKLOG = 64
-_AT_ONCE_BYTES = 256 * 1024
+_AT_ONCE_BYTES = 2 << 20
 _PART_BURSTS = 8
 """So many bursts are let through at once: the peer copies fast, and asking costs what copying a tenth of one does."""
 
@@ -210,7 +210,9 @@ class _ShmChannel:
         if self.fit is not None or not all(0 <= piece.component < len(components) for piece in pieces):
             return None
         num_bytes = self._num_bytes(pieces)
-        if num_bytes > _AT_ONCE_BYTES or not manifest.turn.at_once(max(1, num_bytes)):
+        if num_bytes > min(_AT_ONCE_BYTES, _PART_BURSTS * manifest.turn.burst_bytes):
+            return None
+        if not manifest.turn.at_once(max(1, num_bytes)):
             return None
         return self._begin(manifest, pieces)
 

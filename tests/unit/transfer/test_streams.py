@@ -14,9 +14,9 @@ from shared.runtime.errors import PeerLost, TransferError
 from shared.state.components import IndexKind, StateComponent
 from shared.transfer.backend import ALWAYS, Begun, Digests, Event, Manifest, Turn
 from shared.transfer.connection import Connection
+from shared.transfer.digester import DIGEST_BYTES
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece
-from shared.transfer.pool import DIGEST_BYTES
 from shared.transfer.streams import _LEAST_BYTES, Connect, Streams, _InTurn, _merged, cut
 from tests.contract.transfer_links import new_ticket
 
