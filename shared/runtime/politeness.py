@@ -31,7 +31,7 @@ class PolitenessSettings(BaseSettings):
         None, description="most that background sends to one peer in a second, as in 20MB. Default: no cap"
     )
     background_window_bytes: ByteSize = Field(
-        ByteSize(256 << 10), description="most that background has on its way to one peer over tcp; 0: no limit"
+        ByteSize(128 << 10), description="most that background has on its way to one peer over tcp; 0: no limit"
     )
     stall_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         15.0, description="a transfer that stands still for so long fails"
