@@ -14,7 +14,7 @@ class LayerCopy:
 
     def __init__(self, source: Pool, target: Pool, grant: Grant, runs: Sequence[Run]) -> None:
         self._source, self._target, self._grant, self._runs = source, target, grant, runs
-        self._staging = None if grant.fit is None else Staging(grant.fit, grant.pieces, target)
+        self._staging = None if grant.fit is None else Staging(grant.fit, grant.pieces, target, grant.held_len)
 
     def copy(self, number: int, layer: int, *, spoil: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(digests of what was written, digests of the source). spoil: the first byte is not what it was."""
