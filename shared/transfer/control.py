@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits, as_json
+from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.classes import TrafficClass
 from shared.transfer.formats.agree import EXACT_FORMATS
@@ -114,7 +115,10 @@ class ControlError(Exception):
 
 
 def frame(message: WireModel) -> bytes:
+    """Raises TransferRefused where it is longer than the other side reads, which would cost the sidecar its life."""
     body = as_json(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise TransferRefused(f"too_long: a control message of {len(body)} bytes: so many units cannot go at once")
     return _LENGTH.pack(len(body)) + body
 
 
