@@ -150,9 +150,6 @@ class _InTurn:
     def abort(self) -> None:
         self._turn.abort()
 
-    def rest(self) -> None:
-        """Another of them may be in the middle of a burst."""
-
 
 Part = list[tuple[int, Piece]]
 """Pieces, each with the number of the one that it is a part of."""

@@ -27,8 +27,6 @@ class Turns:
 
     def abort(self) -> None: ...
 
-    def rest(self) -> None: ...
-
 
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[Piece, ...]:

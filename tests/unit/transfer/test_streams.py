@@ -120,8 +120,6 @@ class Closed:
     def abort(self) -> None:
         self.aborted.set()
 
-    def rest(self) -> None: ...
-
 
 def streams_of(*ways: Way, most: int = 3) -> Streams:
     further = iter(ways[1:])
