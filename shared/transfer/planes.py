@@ -46,19 +46,9 @@ class Plane:
             row_bytes=component.row_bytes // segments if segments else 0,
         )
 
-    def base(self, layer: int) -> int:
-        """Where unit 0 of a layer begins."""
-        return self.offset + layer * self.layer_bytes
-
-    def rows(self, layer: int, unit: int, num_rows: int) -> list[tuple[int, int]]:
-        """Byte ranges of the first rows of a unit, one for each segment."""
-        start = self.base(layer) + unit * self.unit_bytes
-        step, size = self.unit_tokens * self.row_bytes, num_rows * self.row_bytes
-        return [(start + k * step, start + k * step + size) for k in range(self.segments)]
-
     def spans(self, units: np.ndarray, rows_in_last: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same as arrays, of many units in layer 0: (first bytes, lengths). Of a whole unit one; of the last, where
-        only some of its rows count, one for each segment."""
+        """Where many units lie in layer 0: (first bytes, lengths). Of a whole unit one; of the last, where only some of
+        its rows count, one for each segment."""
         starts = self.offset + units * self.unit_bytes
         whole = len(units) - (rows_in_last < self.unit_tokens)
         lengths = np.full(whole, self.unit_bytes, dtype=np.int64)
@@ -78,6 +68,16 @@ class Plane:
             return False
         first, last = bounds(units)
         return first >= 0 and last < self.num_units and 1 <= rows_in_last <= self.unit_tokens
+
+    def base(self, layer: int) -> int:
+        """Where unit 0 of a layer begins."""
+        return self.offset + layer * self.layer_bytes
+
+    def rows(self, layer: int, unit: int, num_rows: int) -> list[tuple[int, int]]:
+        """Byte ranges of the first rows of a unit, one for each segment."""
+        start = self.base(layer) + unit * self.unit_bytes
+        step, size = self.unit_tokens * self.row_bytes, num_rows * self.row_bytes
+        return [(start + k * step, start + k * step + size) for k in range(self.segments)]
 
 
 def apart(lengths: np.ndarray, *starts: np.ndarray) -> np.ndarray:
