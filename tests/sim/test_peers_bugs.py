@@ -182,7 +182,7 @@ def test_prefills_abort_in_a_transfer_is_an_error_and_no_finish() -> None:
         ({"page_tokens": 8}, "component history: a unit has 128 bytes at decode, not 256"),
         ({"unit_bytes": (128, 16)}, "2 sizes at decode for 3 components"),
         ({"tp_size": 2}, "1 rank(s) share the state at prefill and 2 at decode"),
-        ({"tp_size": 2, "unit_bytes": (64, 16, 64)}, "1 rank(s) share the state at prefill and 2 at decode"),
+        ({"tp_size": 2, "unit_bytes": (64, 16, 128)}, "1 rank(s) share the state at prefill and 2 at decode"),
     ],
 )
 def test_workers_whose_state_does_not_fit_refuse_each_other_by_name(change: dict[str, Any], message: str) -> None:
