@@ -5,8 +5,7 @@ that whoever moves bytes for several can let a more urgent one go first. Runs on
 several may at once. Everything is compiled when this is imported (once, then read from disk), so no transfer waits.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -27,72 +26,19 @@ from kernels.cpu.stripes import (
     settle,
     touch,
 )
+from kernels.cpu.units import Place, Units
 from kernels.cpu.xxh3 import DIGEST_BYTES, LEAST, finish, start
 
 _WHOLE_JOB = 1 << 62
 ABREAST = 4
 """Units that are read at the same time: memory serves several places faster than one after the other."""
-_FAR = 1 << 40
-"""More than a pool holds: what is checked with it cannot overflow."""
-_FEW = 24
 _PAGE = 4096
-
-_Place = tuple[int, np.ndarray, int]
 
 _types: Any = types
 _int: Any = types.int64
 _place: Any = _types.Tuple((_int, _types.Array(_int, 1, "C", readonly=True), _int))
 _digests: Any = _types.Array(types.uint8, 2, "C")
 _job = (_int, _int, _int, _int)
-
-
-@dataclass(frozen=True, slots=True)
-class Units:
-    """Some units of a pool, which must not change while they are copied.
-
-    data: all bytes of the pool, one dimension, contiguous. units: int64, which ones, in order. unit_bytes: of one unit
-    of one layer. offset: where unit 0 of layer 0 begins. layer_bytes: from one layer to the next.
-    """
-
-    data: np.ndarray
-    units: np.ndarray
-    unit_bytes: int
-    offset: int = 0
-    layer_bytes: int = 0
-    num_layers: int = 1
-    _begin: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.data.dtype != np.uint8 or self.data.ndim != 1 or not self.data.flags.c_contiguous:
-            raise ValueError("a pool is flat bytes")
-        if self.units.dtype != np.int64 or self.units.ndim != 1 or not self.units.flags.c_contiguous:
-            raise ValueError("units are int64 in a row")
-        if not 1 <= self.unit_bytes < _FAR or not 0 <= self.offset < _FAR or not 0 <= self.layer_bytes < _FAR:
-            raise ValueError("units have bytes, and layers lie one after the other")
-        if self.num_layers < 1:
-            raise ValueError("there is at least one layer")
-        if len(self.units):
-            first, last = bounds(self.units)
-            end = self.offset + (self.num_layers - 1) * self.layer_bytes + (last + 1) * self.unit_bytes
-            if first < 0 or end > len(self.data):
-                raise ValueError("a unit lies outside its pool")
-        object.__setattr__(self, "_begin", self.data.__array_interface__["data"][0] + self.offset)
-
-    @classmethod
-    def contiguous(cls, buffer: np.ndarray, num_units: int, unit_bytes: int, num_layers: int = 1) -> Self:
-        """Layer after layer and unit after unit in one buffer: what is gathered into and scattered from."""
-        layer_bytes = num_units * unit_bytes
-        return cls(buffer, np.arange(num_units, dtype=np.int64), unit_bytes, 0, layer_bytes, num_layers)
-
-    @property
-    def total(self) -> int:
-        """How many there are in all layers."""
-        return len(self.units) * self.num_layers
-
-    @property
-    def place(self) -> _Place:
-        """As the kernels take it; the data must outlive the call."""
-        return self._begin, self.units, self.layer_bytes
 
 
 def copy_units(target: Units, source: Units, first: int = 0, limit_bytes: int = _WHOLE_JOB) -> int:
@@ -119,14 +65,6 @@ def digest_units(source: Units, digests: np.ndarray, first: int = 0, limit_bytes
     _check_first(first)
     _check_digests(source, digests)
     return int(_digest(digests, source.place, source.unit_bytes, source.total, first, limit_bytes))
-
-
-def bounds(units: np.ndarray) -> tuple[int, int]:
-    """The least and the greatest of at least one."""
-    if len(units) <= _FEW:  # numpy's reductions take longer to begin
-        few = units.tolist()
-        return min(few), max(few)
-    return int(units.min()), int(units.max())
 
 
 def can_digest(unit_bytes: int) -> bool:
@@ -203,7 +141,7 @@ def _hash(target: int, source: int, size: int, sums: np.ndarray, digest: np.ndar
 
 
 @inlined
-def _where(place: _Place, size: int, number: int) -> int:
+def _where(place: Place, size: int, number: int) -> int:
     """Address of a unit by its number in the job."""
     begin, units, layer_bytes = place
     layer, k = divmod(number, len(units))
@@ -213,7 +151,7 @@ def _where(place: _Place, size: int, number: int) -> int:
 
 @inlined
 def _hash_abreast(
-    target: _Place, source: _Place, size: int, first: int, total: int, sums: np.ndarray, digests: np.ndarray, move: bool
+    target: Place, source: Place, size: int, first: int, total: int, sums: np.ndarray, digests: np.ndarray, move: bool
 ) -> None:
     """`_hash` of ABREAST units of whole blocks, a block of each in turn."""
     here, there = np.empty(ABREAST, np.int64), np.empty(ABREAST, np.int64)
@@ -244,7 +182,7 @@ def _hash_abreast(
 
 
 @compiled_for_one_thread(_int(_place, _place, *_job))
-def _copy(target: _Place, source: _Place, size: int, total: int, first: int, limit: int) -> int:
+def _copy(target: Place, source: Place, size: int, total: int, first: int, limit: int) -> int:
     into, units = target[1], source[1]
     at, left = first, limit
     while at < total:
@@ -266,7 +204,7 @@ def _copy(target: _Place, source: _Place, size: int, total: int, first: int, lim
 
 @compiled_for_one_thread(_int(_digests, _place, _place, *_job))
 def _copy_and_digest(
-    digests: np.ndarray, target: _Place, source: _Place, size: int, total: int, first: int, limit: int
+    digests: np.ndarray, target: Place, source: Place, size: int, total: int, first: int, limit: int
 ) -> int:
     sums = np.empty((ABREAST, 8), np.uint64)
     abreast = size % BLOCK == 0 and target[0] % ALIGN == 0 and target[2] % ALIGN == 0
@@ -288,7 +226,7 @@ def _copy_and_digest(
 
 
 @compiled_for_one_thread(_int(_digests, _place, *_job))
-def _digest(digests: np.ndarray, source: _Place, size: int, total: int, first: int, limit: int) -> int:
+def _digest(digests: np.ndarray, source: Place, size: int, total: int, first: int, limit: int) -> int:
     sums = np.empty((ABREAST, 8), np.uint64)
     at, left = first, limit
     while at < total:

@@ -35,7 +35,7 @@ from shared.runtime.errors import (
 from shared.runtime.scope import until
 from shared.transfer.formats.agree import accepted
 from shared.transfer.ledger import state_bytes
-from shared.transfer.link import Link
+from shared.transfer.link import Link, Receipt
 from shared.worker.notices import tell_failure
 
 
@@ -79,8 +79,7 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     record = await _await_record(d, ticket)
                     _check_record(ticket, record)
                     if not _ended_at_first(record):
-                        _check_complete(d, ticket, record)
-                        await _await_bytes(d, ticket, record)
+                        _check_complete(d, ticket, record, await _await_bytes(d, ticket, record))
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
                     _take_over(d, ticket, record)
                 ticket.scope.check()
@@ -172,16 +171,21 @@ def _check_record(ticket: DecodeTicket, record: Commit) -> None:
         raise ProtocolError(f"the state came as {min(unasked)}; asked for was {ticket.order.kv_precision}")
 
 
-def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
-    """Raises Corrupt where P has not sent every row of every layer: our own counts would agree with its."""
-    sent = [(c.name, c.num_bytes) for c in record.components]
-    needed = [(c.name, state_bytes(c, record.prompt_len, ticket.held_len)) for c in d.engine.layout.components]
+def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit, landed: Receipt) -> None:
+    """Raises Corrupt where P has not sent every row of every layer that we lack: our own counts agree with its. What we
+    hold is sent again where it shares a unit of P's with what we lack."""
+    sent = [(c.name, c.num_bytes) for c in landed]
+    needed = [
+        (c.name, state_bytes(c, record.prompt_len, ticket.held_len - ticket.held_len % theirs.unit_tokens))
+        for c, theirs in zip(d.engine.layout.components, landed, strict=True)
+    ]
     if sent != needed:
         raise Corrupt(f"the prompt's state is {needed}, and {sent} was sent")
 
 
-async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
-    """Compares our own sidecar's counts and digests with the record; raises Corrupt, naming the component."""
+async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> Receipt:
+    """What has landed, once it is what the record says by our own sidecar's counts and digests; raises Corrupt, naming
+    the component."""
     give_up = d.deps.clock.now() + d.settings.landing_s
     while True:
         landed = await d.link.received(ticket.key)
@@ -193,6 +197,7 @@ async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> N
     for ours, theirs in zip(landed, record.components, strict=True):
         if ours.digest != theirs.digest:
             raise Corrupt(f"component {ours.name!r}: the bytes that arrived are not the bytes that were sent")
+    return landed
 
 
 def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:

@@ -22,9 +22,10 @@ from shared.protocol.messages import (
     WireModel,
 )
 from shared.runtime.deps import Deps
+from shared.runtime.errors import GeometryMismatch, IdentityMismatch
 from shared.transfer.link import Link
 from shared.worker.desk import Handler, WorkerDesk, code_of
-from shared.worker.geometry import misfit
+from shared.worker.geometry import check_geometry
 
 _EARLY_HOLD_S = 0.4
 _EARLY_LIMIT = 64
@@ -84,10 +85,11 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         if ticket.state.cause is not None:
             cause = ticket.state.cause
             return DestinationReply(status=DestinationStatus.DEAD, code=code_of(cause), message=cause.message)
-        refusal = self._refusal(ticket.order, destination)
-        if refusal is not None:
-            ticket.end("identity_mismatch", refusal, by="prefill")
-            return DestinationReply(status=DestinationStatus.REFUSED, code="identity_mismatch", message=refusal)
+        try:
+            self._check_pair(ticket.order, destination)
+        except (IdentityMismatch, GeometryMismatch) as error:
+            ticket.end(error.code, error.message, by="prefill")
+            return DestinationReply(status=DestinationStatus.REFUSED, code=error.code, message=error.message)
         ticket.apply(machine.DestinationArrived(destination.generation))
         if not ticket.destination.done():
             ticket.destination.set_result(destination)
@@ -110,14 +112,16 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
             if self._arrived.get(room) is arrived:
                 del self._arrived[room]
 
-    def _refusal(self, order: Prefill, destination: Destination) -> str | None:
-        """Why these two workers cannot hand over, naming what differs; None where they can."""
+    def _check_pair(self, order: Prefill, destination: Destination) -> None:
+        """Raises IdentityMismatch or GeometryMismatch where these two workers cannot hand over, naming what differs."""
         if destination.identity != self.engine.identity:
-            return f"prefill holds {self.engine.identity}, decode holds {destination.identity}"
-        held, page_tokens = destination.held_len, self.engine.layout.page_tokens
+            raise IdentityMismatch(f"prefill holds {self.engine.identity}, decode holds {destination.identity}")
+        check_geometry(self.engine.layout, destination.geometry)
+        held, page_tokens = destination.held_len, destination.geometry.page_tokens
         if held >= len(order.prompt) or held % page_tokens:
-            return f"decode has {held} of {len(order.prompt)} tokens, and a page of prefill holds {page_tokens}"
-        return misfit(self.engine.layout, destination.geometry)
+            raise GeometryMismatch(
+                f"decode has {held} of {len(order.prompt)} tokens, and a page of decode holds {page_tokens}"
+            )
 
     async def on_fail(self, notice: Fail) -> Verdict:
         """D gave the ticket up. One that we have not heard of yet can never begin."""

@@ -33,7 +33,7 @@ from shared.transfer.control import (
     Ready,
     Reply,
     Send,
-    digests_of,
+    counted,
     first_frame,
     frame,
     from_worker,
@@ -202,9 +202,9 @@ class Sidecar:
             )
             return done.model_copy(update={"on_wire": sent.on_wire, "bytes_per_s": sent.bytes_per_s})
         if message.kind == "received":
-            return done.model_copy(update={"receipt": digests_of(self._door.received(message.key, message.rank))})
+            return done.model_copy(update={"receipt": counted(self._door.received(message.key, message.rank))})
         if message.kind == "sent":
-            return done.model_copy(update={"receipt": digests_of(self._outbox.sent(message.key, message.rank))})
+            return done.model_copy(update={"receipt": counted(self._outbox.sent(message.key, message.rank))})
         if message.kind == "fence":
             await self._fence(message.key)
         else:

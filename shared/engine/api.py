@@ -132,8 +132,8 @@ class Engine(Protocol):
     def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
         """P: computes the prompt chunk by chunk and yields what may leave by `cut`, after each chunk, after some of its
         layers, or all at the end; computing goes on meanwhile. Ends after the last chunk; raises EngineError. Ending
-        the iteration early stops the computation between layers. held_len: of so many positions, whole pages, nothing
-        may leave.
+        the iteration early stops the computation between layers. held_len: units that have rows of these first
+        positions only do not leave.
 
         What has its state already, because it was computed ahead, comes as the first chunk, once it has pages (again).
         From now on it gives way to nobody."""

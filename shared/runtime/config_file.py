@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-CONFIG_VARIABLE = "BATON_CONFIG"
+PREFIX = "BATON_"
+"""Of all variables that set something."""
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 EXIT_CONFIG = 78
 """Exit status of a process whose settings are wrong: starting it again cannot help."""
 

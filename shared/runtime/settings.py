@@ -1,4 +1,4 @@
-"""Settings of every process: what can be set, from where it is read, and how a mistake is explained.
+"""Settings of every process: what can be set, and from where it is read.
 
 Highest first: flags (`--page-tokens 32`), `BATON_<ROLE>_<FIELD>`, `BATON_<FIELD>`, then the TOML file that
 `BATON_CONFIG` names: its section of the role, then its `[common]`. So every setting can differ per role. Nobody else
@@ -24,14 +24,15 @@ from pydantic_settings import (
 from shared.protocol.messages import KvPrecision
 from shared.runtime.backend_names import chosen_names
 from shared.runtime.config_file import CONFIG_VARIABLE as CONFIG_VARIABLE
+from shared.runtime.config_file import PREFIX as PREFIX
 from shared.runtime.config_file import ConfigError as ConfigError
 from shared.runtime.config_file import closest, read_config
-from shared.runtime.credentials import NatsSettings, masked, secret_fields
+from shared.runtime.credentials import NatsSettings, masked
+from shared.runtime.mistakes import explain
 from shared.runtime.mode import Mode, check_budget
 from shared.runtime.overlap import Overlap
 from shared.runtime.politeness import PolitenessSettings
 
-PREFIX = "BATON_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _NAME = re.compile(r"^[a-z0-9_-]{1,40}$")
@@ -283,22 +284,6 @@ def load_settings(cls: type[S], overrides: Mapping[str, object] | None = None) -
     try:
         return cls(**given)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(cls, given, dict(item)) for item in error.errors())) from error
+        raise ConfigError("\n".join(explain(cls, cls.role, given, dict(item)) for item in error.errors())) from error
     except SettingsError as error:
         raise ConfigError(f"{cls.role}: {error}") from error
-
-
-def _explain(cls: type[CommonSettings], given: Mapping[str, object], item: Mapping[str, Any]) -> str:
-    problem = str(item["msg"]).removeprefix("Value error, ")
-    if not item["loc"]:
-        return f"{cls.role}: {problem}"
-    field = str(item["loc"][0])
-    names = [f"{PREFIX}{cls.role}_{field}".upper(), f"{PREFIX}{field}".upper()]
-    flag = f"--{field.replace('_', '-')}"
-    found = next((name for name in names if os.environ.get(name)), os.environ.get(CONFIG_VARIABLE, "the default"))
-    source = flag if field in given else found
-    got = "***" if field in secret_fields(cls) else repr(item["input"])
-    return (
-        f"{cls.role}: {field}: {problem} (got {got} from {source}). "
-        f"Set it by {flag}, {names[0]}, or `{field} = …` under [{cls.role}] in the {CONFIG_VARIABLE} file."
-    )

@@ -51,9 +51,6 @@ class Turn(Protocol):
     def abort(self) -> None:
         """From any thread: whoever waits, now or later, gets a TransferError."""
 
-    def rest(self) -> None:
-        """The burst before is over, and the next one may take a while to be there."""
-
 
 class _Always:
     burst_bytes = 4 << 20
@@ -65,8 +62,6 @@ class _Always:
         return True
 
     def abort(self) -> None: ...
-
-    def rest(self) -> None: ...
 
 
 ALWAYS: Turn = _Always()

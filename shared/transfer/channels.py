@@ -8,6 +8,7 @@ from typing import TypeVar
 from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.transfer.backend import Backend, Channel
+from shared.transfer.quiet_threads import Threads
 
 _IDLE_S = 10.0
 """How long a channel that nobody uses stays open. A connection costs more than a small hand-off, but many hand-offs at
@@ -89,7 +90,7 @@ class Channels:
 
 
 async def in_thread(
-    threads: ThreadPoolExecutor,
+    threads: Threads,
     work: Callable[[], T],
     abort: Callable[[], None],
     keep: Callable[[Future[T]], None] = lambda job: None,

@@ -61,14 +61,14 @@ def blocks(component: StateComponent, run: Run, layers: range) -> Iterator[Block
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class WireCost:
     """Bytes on the wire, and how long they kept the sender; making them does not count."""
 
     num_bytes: int = 0
     spent_s: float = 0.0
 
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(self.num_bytes + other.num_bytes, self.spent_s + other.spent_s)
+    def __add__(self, other: "WireCost") -> "WireCost":
+        return WireCost(self.num_bytes + other.num_bytes, self.spent_s + other.spent_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class CodedRows:
     name: str
     burst_bytes: int = _BLOCK_BYTES
 
-    def send(self, run: Run, layers: range, before: Callable[[int], None]) -> tuple[list[np.ndarray], Sent]:
+    def send(self, run: Run, layers: range, before: Callable[[int], None]) -> tuple[list[np.ndarray], WireCost]:
         """Sends all of `run` and returns the digests of each layer. before(num_bytes): called before each burst, may
         raise. Reads no page any more when it ends, however it ends."""
         digests = np.empty((len(layers), len(run.units), DIGEST_BYTES), dtype=np.uint8)
-        sent = Sent()
+        sent = WireCost()
 
         def made(block: Block) -> Callable[[], bytes]:
             return lambda: self._encode(block, digests, layers.start)
@@ -96,7 +96,7 @@ class CodedRows:
                     before(num_bytes)
                     began = time.monotonic()
                     self.connection.send_all(burst)
-                    sent += Sent(num_bytes, time.monotonic() - began)
+                    sent += WireCost(num_bytes, time.monotonic() - began)
         return list(digests), sent
 
     def receive(

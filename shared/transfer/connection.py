@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from shared.runtime.errors import PeerLost, TransferTimeout
+from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.transfer.wire import MAX_FRAME_BYTES, Malformed, parse
 
 _LENGTH = struct.Struct("!I")
@@ -89,6 +89,9 @@ class Connection:
         self.send_frame(prefix + message.model_dump_json().encode(), fd)
 
     def send_frame(self, body: bytes, fd: int | None = None) -> None:
+        """Raises TransferRefused, and sends nothing, where it is longer than any peer reads."""
+        if len(body) > MAX_FRAME_BYTES:
+            raise TransferRefused(f"too_long: a message of {len(body)} bytes: so many pieces cannot go at once")
         data = _LENGTH.pack(len(body)) + body
         if fd is not None:
             try:

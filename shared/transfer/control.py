@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits, as_json
+from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.classes import TrafficClass
 from shared.transfer.formats.agree import EXACT_FORMATS
@@ -73,12 +74,18 @@ class Ping(WireModel):
     id: int
 
 
+class Counted(ComponentDigest):
+    """unit_tokens: of the units that were counted."""
+
+    unit_tokens: Annotated[int, Field(ge=1)]
+
+
 class Reply(WireModel):
     kind: Literal["reply"] = "reply"
     id: int
     code: str = ""
     message: str = ""
-    receipt: tuple[ComponentDigest, ...] = ()
+    receipt: tuple[Counted, ...] = ()
     counters: dict[str, int] = Field(default_factory=dict)
     """In the answer to a ping, as is `sent`."""
     sent: tuple[Sent, ...] = ()
@@ -108,7 +115,10 @@ class ControlError(Exception):
 
 
 def frame(message: WireModel) -> bytes:
+    """Raises TransferRefused where it is longer than the other side reads, which would cost the sidecar its life."""
     body = as_json(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise TransferRefused(f"too_long: a control message of {len(body)} bytes: so many units cannot go at once")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -159,9 +169,12 @@ def from_sidecar(body: bytes) -> FromSidecar:
         raise ControlError(str(error)) from error
 
 
-def digests_of(receipt: Receipt) -> tuple[ComponentDigest, ...]:
-    return tuple(ComponentDigest(name=one.name, num_bytes=one.num_bytes, digest=one.digest) for one in receipt)
+def counted(receipt: Receipt) -> tuple[Counted, ...]:
+    return tuple(
+        Counted(name=one.name, num_bytes=one.num_bytes, digest=one.digest, unit_tokens=one.unit_tokens)
+        for one in receipt
+    )
 
 
-def receipt_of(digests: tuple[ComponentDigest, ...]) -> Receipt:
-    return tuple(ComponentReceipt(one.name, one.num_bytes, one.digest) for one in digests)
+def receipt_of(found: tuple[Counted, ...]) -> Receipt:
+    return tuple(ComponentReceipt(one.name, one.num_bytes, one.digest, one.unit_tokens) for one in found)

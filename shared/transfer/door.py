@@ -69,7 +69,7 @@ class Door:
         held_len: int = 0,
         formats: tuple[str, ...] = EXACT_FORMATS,
     ) -> None:
-        """The pages of the first `held_len` positions stay as they are. formats: what the bytes of the others may come
+        """The rows of the first `held_len` positions stay as they are. formats: what the bytes of the others may come
         as. Raises InvalidRequest for units outside the pool or named twice, and for a key that is open."""
         components = self.layout.components
         if len(units) != len(components) or not secret:
@@ -115,7 +115,8 @@ class Door:
             entry.ticket = moved.ticket
             for piece in header.pieces:
                 ledger.drop(piece.component, piece.first_unit, piece.num_units, piece.layers)
-            grant = Grant(key, backend, header.pieces, runs, Stop(), stop, fit, header.wire_format)
+            held_len = entry.held_len
+            grant = Grant(key, backend, header.pieces, runs, Stop(), stop, fit, header.wire_format, held_len)
             entry.grants.append(grant)
             self._counters["admitted"] += 1
         if AnnounceFirstBytes() in moved.effects:
@@ -221,21 +222,21 @@ class Door:
         return entry.ledgers[rank]
 
     def _run(self, entry: _Entry, piece: WirePiece, fit: Fit | None) -> Run:
-        """Where a piece goes: our units that its rows lie in."""
+        """Where a piece goes: our units that those of its rows lie in which we lack."""
         components = self.layout.components if fit is None else fit.components
         if not 0 <= piece.component < len(components) or (fit is not None and not fit.travels(piece.component)):
             raise Refused("bad_component", str(piece.component))
         component = components[piece.component]
         if piece.first_layer < 0 or piece.num_layers < 1 or piece.layers.stop > component.num_layers:
             raise Refused("bad_layers", f"component {component.name} has {component.num_layers}")
-        held = entry.held_len if component.index is IndexKind.PAGE else 0
-        if piece.first_unit * component.unit_tokens < held or piece.first_unit < 0 or piece.num_units < 1:
-            raise Refused("bad_range", f"component {component.name} has no such units")
         if not 1 <= piece.rows_in_last <= component.unit_tokens:
             raise Refused("bad_rows", f"component {component.name} has {component.unit_tokens} rows a unit")
+        held = entry.held_len if component.index is IndexKind.PAGE else 0
+        if piece.first_unit < 0 or piece.num_units < 1 or _is_held(piece, component.unit_tokens, held, fit):
+            raise Refused("bad_range", f"component {component.name} has no such units")
         index, first, end = piece.component, piece.first_unit, piece.first_unit + piece.num_units
         if fit is not None:
-            first, end = fit.target_units(index, first, piece.num_units, piece.rows_in_last)
+            first, end = fit.target_units(index, first, piece.num_units, piece.rows_in_last, held)
             index = fit.target_index(index)
         table = entry.units[index]
         if end > len(table):
@@ -260,6 +261,15 @@ def _table(units: Sequence[int], limit: int, name: str) -> np.ndarray:
     if np.count_nonzero(seen) != len(table):
         raise InvalidRequest(f"component {name}: units repeat or lie outside the pool")
     return table
+
+
+def _is_held(piece: WirePiece, unit_tokens: int, held_len: int, fit: Fit | None) -> bool:
+    """Whether its first unit has rows that stay as they are. In the units of a sender who cuts pages otherwise the rest
+    of them may be wanted, and such a unit is let in."""
+    first_row = piece.first_unit * unit_tokens
+    if fit is None:
+        return first_row < held_len
+    return first_row + (piece.rows_in_last if piece.num_units == 1 else unit_tokens) <= held_len
 
 
 def _check_overlap(pieces: tuple[WirePiece, ...]) -> None:

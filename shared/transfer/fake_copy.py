@@ -14,19 +14,17 @@ class LayerCopy:
 
     def __init__(self, source: Pool, target: Pool, grant: Grant, runs: Sequence[Run]) -> None:
         self._source, self._target, self._grant, self._runs = source, target, grant, runs
-        self._staging = None if grant.fit is None else Staging(grant.fit, grant.pieces, target)
+        self._staging = None if grant.fit is None else Staging(grant.fit, grant.pieces, target, grant.held_len)
 
     def copy(self, number: int, layer: int, *, spoil: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(digests of what was written, digests of the source). spoil: the first byte is not what it was."""
-        theirs, mine = self._runs[number], self._grant.runs[number]
+        theirs, mine, only = self._runs[number], self._grant.runs[number], range(layer, layer + 1)
         if self._staging is None:
-            digests = self._source.digests(theirs, layer)
-            written = self._target.copy_from(self._source, theirs, mine, layer)
+            for _ in self._target.copying(self._source, theirs, mine, only, None):
+                pass
             if spoil:
                 self._target.flip_byte(mine, layer)
-                written = self._target.digests(mine, layer)
-            return written, digests
-        only = range(layer, layer + 1)
+            return self._target.digests(mine, layer), self._source.digests(theirs, layer)
         self._staging.gather(number, self._source, theirs.units, only)
         between, there = self._staging.pool, self._staging.runs[number]
         digests = between.digests(there, layer)

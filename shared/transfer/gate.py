@@ -53,8 +53,8 @@ class Gate:
 
 
 class GatedTurn:
-    """One transfer's turns (`backend.Turn`). `seat` belongs to the loop, `wait` and `rest` to the thread that sends;
-    the rest may be called by any. waited_s: how long it had no turn though it wanted one, its seat included."""
+    """One transfer's turns (`backend.Turn`). `seat` belongs to the loop, `wait` to the thread that sends; the rest
+    may be called by any. waited_s: how long it had no turn though it wanted one, its seat included."""
 
     def __init__(self, gate: Gate, flow: Flow) -> None:
         self._gate, self._flow = gate, flow
@@ -108,11 +108,6 @@ class GatedTurn:
                 gate.scheduler.rest(self._flow)
                 gate.advance()
             return self._flow.burst > 0
-
-    def rest(self) -> None:
-        with self._gate.lock:
-            self._gate.scheduler.rest(self._flow)
-            self._gate.advance()
 
     def raise_to(self, traffic: TrafficClass) -> None:
         """A transfer of a higher class waits for this one."""

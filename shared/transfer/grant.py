@@ -46,7 +46,8 @@ class Stop:
 @dataclass(slots=True, eq=False)
 class Grant:
     """A transfer that was let in. It must look at `stopped` between writes and end soon after it is set. pieces: in the
-    sender's units. runs: in ours; with a fit all that the rows of a piece lie in."""
+    sender's units. runs: in ours; with a fit all that the rows of a piece lie in. held_len: the rows of so many
+    positions are here already and stay as they are, though a unit of the sender's may bring some along."""
 
     key: TicketKey
     backend: str
@@ -56,3 +57,4 @@ class Grant:
     stop: Callable[[], None]
     fit: Fit | None = None
     wire_format: str = "raw"
+    held_len: int = 0

@@ -71,4 +71,4 @@ class Ledger:
 def _receipt(component: StateComponent, rows: np.ndarray, digests: np.ndarray) -> ComponentReceipt:
     num_bytes = int(rows.sum()) * component.row_bytes
     digest = xxhash.xxh3_128_hexdigest(digests[rows > 0].tobytes())
-    return ComponentReceipt(component.name, num_bytes, digest)
+    return ComponentReceipt(component.name, num_bytes, digest, component.unit_tokens)

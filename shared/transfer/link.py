@@ -51,11 +51,12 @@ class ComponentReceipt:
     """What was moved of one component: payload bytes, and the digest: xxh3-128 (hex) over the xxh3-128 digests of every
     (layer, logical unit) in that order, each over the raw bytes of the rows that carry state. Units are the sender's,
     and of its heads only those count that went to this receiver. Of what came in a lossy wire format each is that of
-    the block, as it travelled, that the unit was in."""
+    the block, as it travelled, that the unit was in. unit_tokens: of those units."""
 
     name: str
     num_bytes: int
     digest: str
+    unit_tokens: int
 
 
 Receipt = tuple[ComponentReceipt, ...]
@@ -84,7 +85,7 @@ class Link(Protocol):
         formats: tuple[str, ...] = EXACT_FORMATS,
     ) -> None:
         """Receiver: from now on peers that know `secret` may fill these physical units (per component, in logical
-        order), but for the pages of the first `held_len` positions, in no wire format but these. `on_first_bytes` is
+        order), but for the rows of the first `held_len` positions, in no wire format but these. `on_first_bytes` is
         called once on the loop when the first transfer is accepted."""
 
     async def received(self, key: TicketKey, rank: int | None = None) -> Receipt:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 from pydantic import Field
@@ -19,12 +20,12 @@ from shared.protocol.packing import PackedBytes
 from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing
-from shared.transfer.bursts import in_parts
 from shared.transfer.connection import Connection
 from shared.transfer.door import Door
 from shared.transfer.grant import Grant, Refused
 from shared.transfer.listener import Listener, greeting
 from shared.transfer.nixl_agent import ReadingAgent, ReadingAgents, Region, SourceAgent, load_nixl
+from shared.transfer.parts import Part, in_order, merged, size_of
 from shared.transfer.pool import Pool, Run
 from shared.transfer.row_spans import part_of
 from shared.transfer.sending import header_frame, introduce, runs_of, wait_for, wire_pieces
@@ -212,7 +213,14 @@ class _NixlChannel:
     def transfer(self, manifest: Manifest, event: Event) -> Digests:
         runs_of(self._pool, manifest.pieces)
         wait_for(event, self._aborted.is_set)
-        return in_parts(manifest, self._pool.layout.components, _PART_BURSTS * manifest.turn.burst_bytes, self._move)
+        # It is the peer that fetches the bytes, and it cannot be held back within a transfer.
+        components, limit = self._pool.layout.components, _PART_BURSTS * manifest.turn.burst_bytes
+        parts, digests = list[Part](), list[Digests]()
+        for part in in_order(manifest.pieces, components, limit):
+            manifest.turn.wait(max(1, size_of(part, components)))
+            digests.append(self._move(replace(manifest, pieces=tuple(piece for _, piece in part))))
+            parts.append(part)
+        return merged(len(manifest.pieces), parts, digests)
 
     def begin(self, manifest: Manifest) -> Begun | None:
         return None

@@ -22,6 +22,7 @@ from shared.transfer.formats.catalog import EXACT
 from shared.transfer.gate import Gate, GatedTurn
 from shared.transfer.ledger import Ledger, payload_bytes
 from shared.transfer.link import Piece, Receipt, TicketKey
+from shared.transfer.quiet_threads import QuietThreads, Threads
 from shared.transfer.sending import travelling
 from shared.transfer.traffic import TrafficSums
 from shared.transfer.wire_book import Delivery, on_wire_of
@@ -66,7 +67,8 @@ class Outbox:
         self._layout, self._on_moving = layout, on_moving
         self._gate = Gate(Rules()) if gate is None else gate
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "send", on_thread)
-        self._quiet_threads = ThreadPoolExecutor(_MAX_QUIET_THREADS, "send-quiet", on_thread)
+        quiet = ThreadPoolExecutor(_MAX_QUIET_THREADS, "send-quiet", on_thread)
+        self._quiet_threads = QuietThreads(quiet, self._threads)
         self._channels = Channels(backends, self._threads)
         self._tickets: dict[TicketKey, _Outgoing] = {}
         self.traffic = TrafficSums()
@@ -90,6 +92,8 @@ class Outbox:
         ticket.asked.append(standing.traffic)
         if ticket.turn is not None:
             ticket.turn.raise_to(standing.traffic)
+        if ticket.job is not None and standing.traffic not in _QUIET:
+            self._quiet_threads.hurry(ticket.job)
         try:
             async with ticket.order:
                 manifest = Manifest(key, secret, pieces, Wire(wire_format))
@@ -127,7 +131,7 @@ class Outbox:
             await self.forget(key)
         self._channels.close()
         self._threads.shutdown(wait=False)
-        self._quiet_threads.shutdown(wait=False)
+        self._quiet_threads.shutdown()
 
     @property
     def num_tickets(self) -> int:
@@ -165,7 +169,7 @@ class Outbox:
         _check_live(ticket)
         ticket.channel = channel
         highest = min(ticket.asked, key=RANKS.__getitem__)
-        threads = self._quiet_threads if highest in _QUIET else self._threads
+        threads: Threads = self._quiet_threads if highest in _QUIET else self._threads
 
         def keep(job: Future[Digests]) -> None:
             ticket.job = job

@@ -1,4 +1,7 @@
-"""One component of a pool in bytes: where its units lie, and which of them are neighbours."""
+"""One component of a pool in bytes: where its units and their rows lie, and which of them are neighbours.
+
+All byte arithmetic of pages that travel as they are is here; where heads are cut it is in `shared/state/remap`.
+"""
 
 import math
 from collections.abc import Iterator
@@ -7,6 +10,7 @@ from typing import Self
 
 import numpy as np
 
+from kernels.cpu.units import bounds
 from shared.state.layout import PoolLayout
 
 _FEW = 24
@@ -42,6 +46,29 @@ class Plane:
             row_bytes=component.row_bytes // segments if segments else 0,
         )
 
+    def spans(self, units: np.ndarray, rows_in_last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where many units lie in layer 0: (first bytes, lengths). Of a whole unit one; of the last, where only some of
+        its rows count, one for each segment."""
+        starts = self.offset + units * self.unit_bytes
+        whole = len(units) - (rows_in_last < self.unit_tokens)
+        lengths = np.full(whole, self.unit_bytes, dtype=np.int64)
+        if whole == len(units):
+            return starts, lengths
+        parts = starts[-1] + np.arange(self.segments) * (self.unit_tokens * self.row_bytes)
+        part_lengths = np.full(self.segments, rows_in_last * self.row_bytes, dtype=np.int64)
+        return np.concatenate((starts[:-1], parts)), np.concatenate((lengths, part_lengths))
+
+    def layer_offsets(self, layers: range) -> np.ndarray:
+        """[layers, 1]: how far each of them lies from layer 0."""
+        return np.array(layers, dtype=np.int64)[:, None] * self.layer_bytes
+
+    def holds(self, units: np.ndarray, rows_in_last: int, layers: range) -> bool:
+        """Whether every unit, row and layer exists, and there is at least one unit."""
+        if not len(units) or layers.start < 0 or layers.stop > self.num_layers:
+            return False
+        first, last = bounds(units)
+        return first >= 0 and last < self.num_units and 1 <= rows_in_last <= self.unit_tokens
+
     def base(self, layer: int) -> int:
         """Where unit 0 of a layer begins."""
         return self.offset + layer * self.layer_bytes
@@ -60,12 +87,14 @@ class Plane:
         return units[layers.start : layers.stop, unit, :, : num_rows * self.row_bytes]
 
 
-def bounds(units: np.ndarray) -> tuple[int, int]:
-    """The least and the greatest of at least one."""
-    if len(units) <= _FEW:
-        few = units.tolist()
-        return min(few), max(few)
-    return int(units.min()), int(units.max())
+def apart(lengths: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    """Of each span whether it begins anew, or else goes on where the one before ends, by all of `starts`."""
+    found = np.ones(len(lengths), dtype=bool)
+    if len(found):
+        found[1:] = starts[0][1:] != starts[0][:-1] + lengths[:-1]
+        for more in starts[1:]:
+            found[1:] |= more[1:] != more[:-1] + lengths[:-1]
+    return found
 
 
 def joined(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

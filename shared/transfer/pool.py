@@ -17,7 +17,7 @@ from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.digester import DIGEST_BYTES, Digester, digests_of_rows, entry, flat_digests, put_back, units_of
 from shared.transfer.kernels import Kernels
-from shared.transfer.planes import Plane, bounds, joined, joined_pairs
+from shared.transfer.planes import Plane, joined_pairs
 
 BURST_BYTES = 8 * 1024 * 1024
 """Well under a millisecond of copying on a good machine, a few on a bad one."""
@@ -93,40 +93,14 @@ class Pool:
 
     def holds(self, run: Run) -> bool:
         """Whether every unit, row and layer of `run` exists in this pool."""
-        if not 0 <= run.component < len(self._planes) or not len(run.units):
-            return False
-        plane = self._planes[run.component]
-        if run.layers.start < 0 or run.layers.stop > plane.num_layers:
-            return False
-        first, last = bounds(run.units)
-        return first >= 0 and last < plane.num_units and 1 <= run.rows_in_last <= plane.unit_tokens
-
-    def views(self, run: Run, layer: int) -> list[memoryview]:
-        """The rows of `run` in one layer, in wire order: unit after unit, neighbours joined."""
-        plane = self._planes[run.component]
-        base, size, data = plane.base(layer), plane.unit_bytes, self.bytes
-        whole = _num_whole(plane, run)
-        starts, counts = joined(run.units[:whole])
-        starts, ends = base + starts * size, base + (starts + counts) * size
-        views = [data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-        if whole < len(run.units):
-            views.extend(data[start:end] for start, end in plane.rows(layer, int(run.units[-1]), run.rows_in_last))
-        return views
+        known = 0 <= run.component < len(self._planes)
+        return known and self._planes[run.component].holds(run.units, run.rows_in_last, run.layers)
 
     def digests(self, run: Run, layer: int) -> np.ndarray:
         """xxh3-128 of each unit's rows with state in one layer, in order: [units, 16] bytes."""
         layers = range(layer, layer + 1)
         found = room_for_digests(run, layers)
         for _ in self.digesting(run, layers, found):
-            pass
-        return found[0]  # type: ignore[no-any-return]
-
-    def copy_from(self, source: "Pool", theirs: Run, mine: Run, layer: int) -> np.ndarray:
-        """Copies one layer of their units into mine (equally many, of equal shape) and returns the digests of what was
-        written into mine, as `digests` does."""
-        layers = range(layer, layer + 1)
-        found = room_for_digests(mine, layers)
-        for _ in self.copying(source, theirs, mine, layers, found):
             pass
         return found[0]  # type: ignore[no-any-return]
 
@@ -189,8 +163,8 @@ class Pool:
 
     def flip_byte(self, run: Run, layer: int) -> None:
         """Spoils the first byte of `run`: what a fault injection does."""
-        view = self.views(run, layer)[0]
-        view[0] ^= 0xFF
+        plane = self._planes[run.component]
+        self._flat[plane.base(layer) + int(run.units[0]) * plane.unit_bytes] ^= 0xFF
 
     def _copy_plainly(
         self,

@@ -27,10 +27,11 @@ _BURST_BYTES = 4 << 20
 
 
 class Staging:
-    """A pool for `pieces`, which are in the sender's units. runs: where each of them lies in it."""
+    """A pool for `pieces`, which are in the sender's units. runs: where each of them lies in it. held_len: the rows of
+    so many positions stay here: the receiver has them already."""
 
-    def __init__(self, fit: Fit, pieces: Sequence[WirePiece], kernels_of: Pool) -> None:
-        self._fit, self._pieces = fit, pieces
+    def __init__(self, fit: Fit, pieces: Sequence[WirePiece], kernels_of: Pool, held_len: int = 0) -> None:
+        self._fit, self._pieces, self._held_len = fit, pieces, held_len
         taken, places, runs = [0] * len(fit.components), dict[tuple[int, int, int], int](), []
         for piece in pieces:
             first = places.setdefault((piece.component, piece.first_unit, piece.num_units), taken[piece.component])
@@ -59,7 +60,7 @@ class Staging:
     def scatter_spans(self, number: int, units: Units, layers: range) -> Int64s:
         """[n, 3] (offset here, offset at the receiver's, length), where the piece's rows lie in its `units`."""
         piece = self._pieces[number]
-        return self._fit.scatter(piece.component, _run(piece), layers, self._place(number), units)
+        return self._fit.scatter(piece.component, _run(piece), layers, self._place(number), units, self._held_len)
 
     def scatter(
         self, number: int, target: Pool, mine: Run, layers: range, is_stopped: Callable[[], bool] = lambda: False
@@ -101,7 +102,7 @@ class RegroupingMover:
         self._direct.stop()
 
     def land(self, grant: Grant) -> Digests:
-        staging = Staging(self._fit, grant.pieces, self._pool)
+        staging = Staging(self._fit, grant.pieces, self._pool, grant.held_len)
         digests = self._direct.land_in(staging.pool, replace(grant, runs=staging.runs))
         for number, run in enumerate(grant.runs):
             staging.scatter(number, self._pool, run, run.layers, grant.stopped.is_set)
@@ -121,7 +122,7 @@ class GatheringMover(RegroupingMover):
             raise Refused("bad_bursts", "where heads are cut all is gathered at once")
 
     def land(self, grant: Grant) -> Digests:
-        staging = Staging(self._fit, grant.pieces, self._pool)
+        staging = Staging(self._fit, grant.pieces, self._pool, grant.held_len)
         for number, piece in enumerate(grant.pieces):
             for layer in piece.layers:
                 if grant.stopped.wait(self._faults.delay_s) if self._faults.delay_s else grant.stopped.is_set():

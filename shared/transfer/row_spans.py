@@ -1,6 +1,5 @@
-"""Where the rows of a run lie in a pool, and how a piece is cut into steps that a socket takes one at a time."""
+"""How a piece is cut into steps that a socket takes one at a time."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from shared.state.components import StateComponent
 from shared.state.layout import PoolLayout
+from shared.transfer.planes import Plane, apart
 from shared.transfer.pool import Run
 
 _FAR = 1 << 40
@@ -36,30 +36,15 @@ class Steps:
 def spans_of(layout: PoolLayout, run: Run, layers: range, every: int = _FAR) -> np.ndarray:
     """Rows in wire order: layer after layer, unit after unit, neighbours joined, but none across every so many units.
     int64 [layers, spans, 2]: first byte and length."""
-    component, units = layout.components[run.component], np.asarray(run.units, dtype=np.int64)
-    layer_bytes = component.unit_bytes * layout.units_of(component)
-    base = layout.offset_of(run.component) + layers.start * layer_bytes
-    whole = units if run.rows_in_last == component.unit_tokens else units[:-1]
-    apart = np.diff(whole, prepend=-2) != 1
-    apart[::every] = True
-    first = np.flatnonzero(apart)
-    counts = np.diff(first, append=len(whole))
-    found = np.stack((base + whole[first] * component.unit_bytes, counts * component.unit_bytes), axis=1)
-    if len(whole) < len(units):
-        found = np.concatenate(
-            (found, _rest(component, base + int(units[-1]) * component.unit_bytes, run.rows_in_last))
-        )
-    spans = np.repeat(found[None], len(layers), axis=0)
-    spans[:, :, 0] += np.arange(len(layers))[:, None] * layer_bytes
+    plane = Plane.of(layout, run.component)
+    starts, lengths = plane.spans(np.asarray(run.units, dtype=np.int64), run.rows_in_last)
+    begins = apart(lengths, starts)
+    begins[::every] = True
+    first = np.flatnonzero(begins)
+    spans = np.empty((len(layers), len(first), 2), dtype=np.int64)
+    spans[:, :, 0] = starts[first] + plane.layer_offsets(layers)
+    spans[:, :, 1] = np.add.reduceat(lengths, first)
     return spans
-
-
-def _rest(component: StateComponent, start: int, num_rows: int) -> np.ndarray:
-    """The first rows of one unit, in each of its segments."""
-    segments = math.prod(component.outer)
-    row_bytes = component.row_bytes // max(1, segments)
-    begins = start + np.arange(segments, dtype=np.int64) * component.unit_tokens * row_bytes
-    return np.stack((begins, np.full(segments, num_rows * row_bytes)), axis=1)
 
 
 def part_of(run: Run, first: int, end: int, unit_tokens: int) -> Run:

@@ -6,7 +6,7 @@ death, which is waited for; a new one is started under a new boot id. Imports no
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Self
 
 from shared.protocol.messages import LinkAddress, OnWire
@@ -19,12 +19,12 @@ from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import OwnSidecarLost, Piece, Receipt, TicketKey
 from shared.transfer.sidecar_options import SidecarOptions
 from shared.transfer.sidecar_process import SidecarProcess
+from shared.transfer.sidecar_watch import until_done, watch
 from shared.transfer.traffic import Sent
 from shared.transfer.wire_book import WireBook
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF_S = 5.0
-_ATTEMPTS = 4
 
 
 class SidecarLink:
@@ -210,13 +210,7 @@ class SidecarLink:
 
     async def _ask_or_kill(self, what: str, key: TicketKey, child: SidecarProcess) -> None:
         """Returns when the sidecar says it is done, or is dead."""
-        try:
-            await _patiently(lambda: self._ask(what, key, child), self._options.fence_timeout_s)
-        except (TimeoutError, PeerLost) as error:
-            if isinstance(error, TimeoutError):
-                _log.error("the sidecar %d did not answer %s: it is killed", child.pid, what)
-            child.kill()
-            await child.gone.wait()
+        await until_done(child, what, lambda: self._ask(what, key, child), self._options.fence_timeout_s)
 
     def _moving(self, event: Moving) -> None:
         key = TicketKey(event.room, event.generation)
@@ -242,7 +236,7 @@ class SidecarLink:
     async def _supervise(self) -> None:
         while True:
             child = self._alive()
-            await self._watch(child)
+            await watch(child, self._options.ping_interval_s, self._options.hang_timeout_s)
             _log.error("the sidecar %d is gone", child.pid)
             self._child = None
             child.unlink_socket(self._options.ipc_dir)
@@ -259,21 +253,6 @@ class SidecarLink:
             await asyncio.wait({self._supervisor})
             if not self._supervisor.cancelled():
                 self._supervisor.result()
-
-    async def _watch(self, child: SidecarProcess) -> None:
-        """Returns when `child` is gone; kills it if it hangs."""
-        while not child.gone.is_set():
-            try:
-                async with asyncio.timeout(self._options.ping_interval_s):
-                    await child.gone.wait()
-            except TimeoutError:
-                try:
-                    await _patiently(child.ping, self._options.hang_timeout_s)
-                except TimeoutError:
-                    _log.error("the sidecar %d hangs: it is killed", child.pid)
-                    child.kill()
-                except PeerLost:
-                    await child.gone.wait()
 
     def _declare_lost(self, child: SidecarProcess) -> None:
         lost = tuple(key for key, entry in self._receiving.items() if entry[0] is child)
@@ -292,16 +271,3 @@ class SidecarLink:
                 _log.error("the sidecar does not start: %s", error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _LONGEST_BACKOFF_S)
-
-
-async def _patiently(ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
-    """Asks until it is answered; TimeoutError after `timeout_s`. In several attempts, because one time limit that
-    passed may mean that our own process stood still, and then it is not the sidecar that hangs."""
-    for attempt in range(_ATTEMPTS):
-        try:
-            async with asyncio.timeout(timeout_s / _ATTEMPTS):
-                await ask()
-                return
-        except TimeoutError:
-            if attempt == _ATTEMPTS - 1:
-                raise

@@ -1,9 +1,8 @@
-"""A transfer as spans of bytes: what lies where in two pools whose components are equal, neighbours merged.
+"""A transfer as spans of bytes in two pools whose components are equal: those merged that are neighbours in both.
 
 For backends that hand whole lists of addresses to somebody else. Arrays, not loops: a transfer has thousands of units.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shared.state.layout import PoolLayout
-from shared.transfer.planes import bounds
+from shared.transfer.planes import Plane, apart
 from shared.transfer.pool import Run
 
 
@@ -53,13 +52,9 @@ class Spans:
 
 def holds(layout: PoolLayout, run: Run) -> bool:
     """Whether every unit, row and layer of `run` exists in a pool of this layout."""
-    if not 0 <= run.component < len(layout.components) or not len(run.units):
+    if not 0 <= run.component < len(layout.components):
         return False
-    component = layout.components[run.component]
-    if run.layers.start < 0 or run.layers.stop > component.num_layers:
-        return False
-    first, last = bounds(run.units)
-    return first >= 0 and last < layout.units_of(component) and 1 <= run.rows_in_last <= component.unit_tokens
+    return Plane.of(layout, run.component).holds(run.units, run.rows_in_last, run.layers)
 
 
 def spans_of(mine: PoolLayout, theirs: PoolLayout, runs: list[tuple[Run, Run]], max_bytes: int) -> Spans:
@@ -69,46 +64,24 @@ def spans_of(mine: PoolLayout, theirs: PoolLayout, runs: list[tuple[Run, Run]], 
     found = [(nothing, nothing, nothing)]
     steps: list[Step] = []
     for piece, (ours, other) in enumerate(runs):
-        component, num_units = mine.components[ours.component], len(ours.units)
-        per_step = max(1, max_bytes // component.unit_bytes)
-        a, lengths = _unit_spans(mine, ours)
-        b, _ = _unit_spans(theirs, other)
+        plane, far = Plane.of(mine, ours.component), Plane.of(theirs, other.component)
+        num_units, per_step = len(ours.units), max(1, max_bytes // plane.unit_bytes)
+        a, lengths = plane.spans(ours.units, ours.rows_in_last)
+        b, _ = far.spans(other.units, ours.rows_in_last)
         part = np.minimum(np.arange(len(a)), num_units - 1) // per_step
-        a, b, lengths, part = _cut(*_merged(a, b, lengths, part), max_bytes)
-        layers = np.array(ours.layers, dtype=np.int64)[:, None]
-        a = (a + layers * component.unit_bytes * mine.units_of(component)).ravel()
-        b = (b + layers * component.unit_bytes * theirs.units_of(component)).ravel()
+        begins = apart(lengths, a, b)
+        begins[1:] |= part[1:] != part[:-1]
+        first = np.flatnonzero(begins)
+        a, b, lengths, part = _cut(a[first], b[first], np.add.reduceat(lengths, first), part[first], max_bytes)
         end = steps[-1].end if steps else 0
         for layer in ours.layers:
-            for first, count in zip(range(0, num_units, per_step), np.bincount(part).tolist(), strict=True):
+            for first_unit, count in zip(range(0, num_units, per_step), np.bincount(part).tolist(), strict=True):
                 end += count
-                steps.append(Step(piece, layer, first, min(first + per_step, num_units), end))
+                steps.append(Step(piece, layer, first_unit, min(first_unit + per_step, num_units), end))
+        a, b = (a + plane.layer_offsets(ours.layers)).ravel(), (b + far.layer_offsets(ours.layers)).ravel()
         found.append((a, b, np.tile(lengths, len(ours.layers))))
     every = [np.concatenate(column) for column in zip(*found, strict=True)]
     return Spans(every[0], every[1], every[2], tuple(steps))
-
-
-def _unit_spans(layout: PoolLayout, run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, lengths) in the first layer: a unit each, but of a last unit that is not full one for each segment."""
-    component = layout.components[run.component]
-    starts = layout.offset_of(run.component) + run.units * component.unit_bytes
-    lengths = np.full(len(starts), component.unit_bytes, dtype=np.int64)
-    if run.rows_in_last == component.unit_tokens:
-        return starts, lengths
-    segments = math.prod(component.outer)
-    row_bytes = component.row_bytes // segments if segments else 0
-    parts = starts[-1] + np.arange(segments) * component.unit_tokens * row_bytes
-    part_lengths = np.full(segments, run.rows_in_last * row_bytes, dtype=np.int64)
-    return np.concatenate((starts[:-1], parts)), np.concatenate((lengths[:-1], part_lengths))
-
-
-def _merged(
-    a: np.ndarray, b: np.ndarray, lengths: np.ndarray, part: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Spans of one part that follow each other in both pools become one."""
-    joined = (a[1:] == a[:-1] + lengths[:-1]) & (b[1:] == b[:-1] + lengths[:-1]) & (part[1:] == part[:-1])
-    first = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return a[first], b[first], np.add.reduceat(lengths, first), part[first]
 
 
 def _cut(

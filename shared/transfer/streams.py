@@ -1,7 +1,6 @@
 """Several connections to one peer as one channel: a large transfer is cut by units, and its parts travel side by side.
 
 A single connection is as fast as one core copies, codes and digests, and over a lossy network slower than the network.
-To the receiver the parts are transfers of one ticket, none of which touches another's units.
 """
 
 import logging
@@ -9,17 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
-
-import numpy as np
 
 from shared.runtime.errors import TransferError
 from shared.state.components import StateComponent
 from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Manifest, Turn, Wire
 from shared.transfer.connection import Connection
-from shared.transfer.ledger import bytes_of
-from shared.transfer.link import Piece
+from shared.transfer.parts import alike, merged
 from shared.transfer.sending import travelling
 
 _log = logging.getLogger(__name__)
@@ -52,10 +47,10 @@ class Streams:
         pieces = travelling(self.fit, manifest.pieces)
         if not all(0 <= piece.component < len(self._components) for piece in pieces):
             return self._channels[0].transfer(manifest, event)  # which says what is wrong
-        parts = cut(pieces, self._components, self._most)
+        parts = alike(pieces, self._components, self._most, _LEAST_BYTES)
         if len(parts) > len(self._channels):
             self._open(len(parts))
-            parts = cut(pieces, self._components, len(self._channels))
+            parts = alike(pieces, self._components, len(self._channels), _LEAST_BYTES)
         if len(parts) == 1:
             return self._channels[0].transfer(manifest, event)
         turn = _InTurn(manifest.turn, len(parts))
@@ -69,7 +64,7 @@ class Streams:
         for one in manifests:
             for component, (name, num_bytes) in one.wire.used.items():
                 manifest.wire.add(component, name, num_bytes)
-        return _merged(len(pieces), parts, digests)
+        return merged(len(pieces), parts, digests)
 
     def abort(self) -> None:
         self._aborted = True
@@ -149,38 +144,3 @@ class _InTurn:
 
     def abort(self) -> None:
         self._turn.abort()
-
-    def rest(self) -> None:
-        """Another of them may be in the middle of a burst."""
-
-
-Part = list[tuple[int, Piece]]
-"""Pieces, each with the number of the one that it is a part of."""
-
-
-def cut(pieces: tuple[Piece, ...], components: Sequence[StateComponent], most: int) -> list[Part]:
-    """`pieces` in parts of about equal size: one where they are small, `most` at most. The parts of a piece are in
-    order."""
-    sizes = [bytes_of(piece, components[piece.component]) for piece in pieces]
-    count = max(1, min(most, sum(sizes) // _LEAST_BYTES))
-    parts: list[Part] = [[] for _ in range(count)]
-    for number, piece in enumerate(pieces):
-        borders = [len(piece.units) * k // count for k in range(count + 1)]
-        for part, (first, end) in zip(parts, pairwise(borders), strict=True):
-            if first < end:
-                part.append((number, _some(piece, first, end, components[piece.component].unit_tokens)))
-    return [part for part in parts if part] or [[]]
-
-
-def _some(piece: Piece, first: int, end: int, unit_tokens: int) -> Piece:
-    rows = piece.rows_in_last if end == len(piece.units) else unit_tokens
-    return replace(piece, first_unit=piece.first_unit + first, units=piece.units[first:end], rows_in_last=rows)
-
-
-def _merged(num_pieces: int, parts: list[Part], digests: list[Digests]) -> Digests:
-    """The digests of the whole pieces."""
-    found: list[list[list[np.ndarray]]] = [[] for _ in range(num_pieces)]
-    for part, its in zip(parts, digests, strict=True):
-        for (number, _), layers in zip(part, its, strict=True):
-            found[number].append(layers)
-    return [[np.concatenate(layer) for layer in zip(*cuts, strict=True)] for cuts in found]

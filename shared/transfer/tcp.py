@@ -11,7 +11,7 @@ from shared.protocol.messages import LinkAddress
 from shared.runtime.errors import Corrupt, PeerLost
 from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing, Turn
-from shared.transfer.coded_rows import CodedRows, Sent
+from shared.transfer.coded_rows import CodedRows, WireCost
 from shared.transfer.connection import Connection
 from shared.transfer.door import Door
 from shared.transfer.formats.catalog import EXACT, available, travels_as
@@ -175,7 +175,7 @@ class _TcpChannel:
     def begin(self, manifest: Manifest) -> Begun | None:
         return None
 
-    def _send_raw(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, Sent]:
+    def _send_raw(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, WireCost]:
         pause, began, apart = self._pause(manifest), time.monotonic(), self._faults.delay_s > 0
         rows = RawRows(self._connection.fileno(), pool, min(STEP_BYTES, manifest.turn.burst_bytes), apart)
         digests = [rows.send(run, run.layers, pause) for run in runs]
@@ -183,11 +183,11 @@ class _TcpChannel:
         num_bytes = sum(
             payload_bytes(components[run.component], len(run.units), run.rows_in_last, len(run.layers)) for run in runs
         )
-        return digests, Sent(num_bytes, time.monotonic() - began - pause.spent_s)
+        return digests, WireCost(num_bytes, time.monotonic() - began - pause.spent_s)
 
-    def _send_coded(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, Sent]:
+    def _send_coded(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, WireCost]:
         digests: Digests = []
-        rows, total = CodedRows(self._connection, pool, manifest.wire.wanted, manifest.turn.burst_bytes), Sent()
+        rows, total = CodedRows(self._connection, pool, manifest.wire.wanted, manifest.turn.burst_bytes), WireCost()
         for run in runs:
             found, sent = rows.send(run, run.layers, self._pause(manifest))
             digests.append(found)

@@ -121,6 +121,13 @@ def test_no_byte_moves_before_the_event(ends: Ends) -> None:
     check_the_event_is_honoured(ends)
 
 
+def test_more_pieces_than_a_header_holds_are_refused_before_it_leaves(ends: Ends) -> None:
+    many = tuple(Piece(1, 0, (7,), 1) for _ in range(12_000))
+    with pytest.raises(TransferRefused, match="too_long"):
+        ends.channel.transfer(replace(open_ticket(ends), pieces=many), is_set())
+    assert ends.receiver.door.snapshot()[1] == {}
+
+
 class Impatient:
     """A channel that does not wait for the event: it sends at once, or it reads at once and sends later, or it only
     makes its digests too early."""

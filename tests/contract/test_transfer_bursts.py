@@ -45,8 +45,6 @@ class Crossing:
 
     def abort(self) -> None: ...
 
-    def rest(self) -> None: ...
-
     def wait_for(self, bursts: int) -> None:
         for _ in range(bursts):
             assert self._arrived.acquire(timeout=60)

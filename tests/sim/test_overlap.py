@@ -7,7 +7,7 @@ import pytest
 
 from services.decode import flow as decode_flow
 from services.decode.ticket import DecodeTicket
-from shared.runtime.errors import Corrupt, IdentityMismatch
+from shared.runtime.errors import Corrupt, GeometryMismatch
 from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeLink, Mishap
 from shared.transfer.link import Piece
@@ -106,12 +106,15 @@ def test_a_layer_that_was_never_sent_is_missed_before_anything_is_decoded(
 
 
 @pytest.mark.parametrize("overlap", ["auto", "chunks", "layers"])
-@pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 8), (8, 4)])
-@pytest.mark.parametrize("held", [8, 16, 24])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "held"),
+    [(4, 4, 8), (4, 4, 24), (4, 8, 8), (4, 8, 16), (8, 4, 16), (8, 4, 4), (8, 4, 12), (16, 8, 24), (5, 4, 12)],
+)
 def test_what_decode_has_already_is_not_sent(
     held: int, prefill: int, decode: int, overlap: Overlap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D claims a prefix; its rows come into its pages behind the link's back, and none of them over the link."""
+    """D claims a prefix, whose rows come into its pages behind the link's back: no page of P's that has no others comes
+    over the link."""
 
     async def scenario() -> None:
         prompt = prompt_of(29)
@@ -146,7 +149,7 @@ def test_what_decode_has_already_is_not_sent(
             pages = {piece.first_unit + k for piece in sent if piece.component == 0 for k in range(len(piece.units))}
             assert pages == set(range(held // prefill, -(-len(prompt) // prefill)))
             row_bytes = p.pool.layout.components[0].row_bytes
-            assert answer.timings["bytes"]["history"] == (len(prompt) - held) * LAYERS * row_bytes
+            assert answer.timings["bytes"]["history"] == (len(prompt) - held // prefill * prefill) * LAYERS * row_bytes
             await cluster.settle()
 
     run_virtual(scenario())
@@ -164,7 +167,7 @@ def test_a_prefix_that_cannot_be_left_out_is_refused(held: int, message: str, mo
 
             monkeypatch.setattr(DecodeTicket, "__init__", holding)
             answer = await cluster.ask(prompt_of(29), path="remote", strict=True, timeout_s=10, **SAMPLING)
-            assert isinstance(answer.error, IdentityMismatch)
+            assert isinstance(answer.error, GeometryMismatch)
             assert message in str(answer.error)
             await cluster.settle()
 

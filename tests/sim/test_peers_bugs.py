@@ -26,7 +26,7 @@ from shared.protocol.messages import (
     decode,
     encode,
 )
-from shared.runtime.errors import BatonError, IdentityMismatch, TransferError, TransferTimeout
+from shared.runtime.errors import BatonError, GeometryMismatch, TransferError, TransferTimeout
 from shared.transfer.fake import Mishap
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.processes import Worker
@@ -180,8 +180,9 @@ def test_prefills_abort_in_a_transfer_is_an_error_and_no_finish() -> None:
         ({"components": ("history", "memory", "view")}, "decode history, memory, view"),
         ({"unit_bytes": (128, 16, 64)}, "component window: a unit has 64 bytes at decode, not 128"),
         ({"page_tokens": 8}, "component history: a unit has 128 bytes at decode, not 256"),
-        ({"unit_bytes": (128, 16)}, "a size is missing"),
-        ({"tp_size": 2}, "component history: a unit has 128 bytes at decode, not 64"),
+        ({"unit_bytes": (128, 16)}, "2 sizes at decode for 3 components"),
+        ({"tp_size": 2}, "1 rank(s) share the state at prefill and 2 at decode"),
+        ({"tp_size": 2, "unit_bytes": (64, 16, 128)}, "1 rank(s) share the state at prefill and 2 at decode"),
     ],
 )
 def test_workers_whose_state_does_not_fit_refuse_each_other_by_name(change: dict[str, Any], message: str) -> None:
@@ -192,7 +193,7 @@ def test_workers_whose_state_does_not_fit_refuse_each_other_by_name(change: dict
             engine = cluster.decodes[0].engine
             engine.geometry = engine.geometry.model_copy(update=change)
             answer = await cluster.ask(prompt_of(13), path="remote", strict=True, timeout_s=10, **SAMPLING)
-            assert isinstance(answer.error, IdentityMismatch)
+            assert isinstance(answer.error, GeometryMismatch)
             assert message in str(answer.error)
             assert cluster.decodes[0].link.counters.get("admitted", 0) == 0
             assert cluster.prefills[0].engine.stats.steps == 0

@@ -49,9 +49,12 @@ class Fit:
         """Where the target keeps this component of the source."""
         return self.route.target.index_of(self.source.components[component].name)
 
-    def target_units(self, component: int, first_unit: int, num_units: int, rows_in_last: int) -> tuple[int, int]:
-        """Half-open: the target's logical units that rows of the run lie in."""
-        start, stop = self._rows(component, first_unit, num_units, rows_in_last)
+    def target_units(
+        self, component: int, first_unit: int, num_units: int, rows_in_last: int, held_len: int = 0
+    ) -> tuple[int, int]:
+        """Half-open: the target's logical units that rows of the run lie in. held_len: so many positions the target has
+        already, and their rows do not count."""
+        start, stop = self._rows(component, first_unit, num_units, rows_in_last, held_len)
         size = self.target.components[self.target_index(component)].unit_tokens
         return start // size, -(-stop // size)
 
@@ -60,22 +63,30 @@ class Fit:
         `layers` of the source's component, which lies in physical `units`."""
         return self.route.gather(_place(self.source, units, run[0]), piece, self._chunk(component, run, layers))
 
-    def scatter(self, component: int, run: tuple[int, int, int], layers: range, piece: Place, units: Units) -> Int64s:
+    def scatter(
+        self, component: int, run: tuple[int, int, int], layers: range, piece: Place, units: Units, held_len: int = 0
+    ) -> Int64s:
         """[n, 3] (offset in the piece, offset in the target, length); `units` are the target's, from the first one of
         `target_units` on."""
-        first, _ = self.target_units(component, *run)
-        return self.route.scatter(piece, _place(self.target, units, first), self._chunk(component, run, layers))
+        first, _ = self.target_units(component, *run, held_len)
+        chunk = self._chunk(component, run, layers, held_len)
+        return self.route.scatter(piece, _place(self.target, units, first), chunk)
 
-    def _chunk(self, component: int, run: tuple[int, int, int], layers: range) -> Chunk:
+    def _chunk(self, component: int, run: tuple[int, int, int], layers: range, held_len: int = 0) -> Chunk:
         one = self.source.components[component]
         chosen = frozenset(one.layers[layers.start : layers.stop])
         if one.index is IndexKind.PAGE:
-            return Chunk((self._rows(component, *run),), layers=chosen, components=frozenset((component,)))
+            rows = self._rows(component, *run, held_len)
+            return Chunk((rows,), layers=chosen, components=frozenset((component,)))
         return Chunk(processed_len=run[2], layers=chosen, components=frozenset((component,)))
 
-    def _rows(self, component: int, first_unit: int, num_units: int, rows_in_last: int) -> tuple[int, int]:
-        size = self.source.components[component].unit_tokens
-        return first_unit * size, (first_unit + num_units - 1) * size + rows_in_last
+    def _rows(
+        self, component: int, first_unit: int, num_units: int, rows_in_last: int, held_len: int
+    ) -> tuple[int, int]:
+        one = self.source.components[component]
+        start, last = first_unit * one.unit_tokens, (first_unit + num_units - 1) * one.unit_tokens
+        stop = last + rows_in_last
+        return (min(max(start, held_len), stop) if one.index is IndexKind.PAGE else start), stop
 
 
 def fit_between(source: PoolLayout, target: PoolLayout) -> Fit | None:

@@ -146,6 +146,7 @@ def test_where_all_are_open_the_least_bad_is_used() -> None:
         (errors.DeadlineExceeded, "decode", []),
         (errors.DeadRoom, "prefill", []),
         (errors.IdentityMismatch, "prefill", []),
+        (errors.GeometryMismatch, "prefill", []),
     ],
 )
 def test_whose_fault_it_is(error: type[errors.BatonError], by: str, peers: list[str]) -> None:

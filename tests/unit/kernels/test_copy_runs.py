@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from kernels.cpu.copy_runs import Units, can_digest, copy_and_digest_units, copy_units, digest_units
+from kernels.cpu.copy_runs import can_digest, copy_and_digest_units, copy_units, digest_units
 from kernels.cpu.stripes import ALIGN
+from kernels.cpu.units import Units
 
 SIZES = (1, 3, 31, 64, 100, 240, 241, 255, 256, 1000, 1023, 1024, 1025, 2048, 3111, 4096, 24_576)
 

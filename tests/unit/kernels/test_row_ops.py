@@ -1,5 +1,10 @@
 """Ops that take each row of a step for itself, against the reference."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -61,17 +66,46 @@ def test_norms_and_activation(rows: int, width: int, seed: int) -> None:
 
 
 def test_a_row_does_not_depend_on_how_many_there_are() -> None:
-    """One thread computes a few, all of them many. The compiler may sum squares in another order there, so norms agree
-    but for their last bits."""
+    """One thread computes a few, all of them many."""
     generator = torch.Generator().manual_seed(1)
-    x, residual = torch.randn(2, 50, 576, generator=generator)
-    weight, gate_up = torch.randn(576, generator=generator), torch.randn(50, 128, generator=generator)
-    normed, total = CPU.add_rms_norm(x, residual, weight, 1e-5)
+    gate_up = torch.randn(50, 128, generator=generator)
     for count in (1, 8, 9, 32, 33):
         assert torch.equal(CPU.silu_mul(gate_up)[:count], CPU.silu_mul(gate_up[:count]))
-        few_normed, few_total = CPU.add_rms_norm(x[:count], residual[:count], weight, 1e-5)
-        assert torch.equal(total[:count], few_total)
-        torch.testing.assert_close(normed[:count], few_normed, rtol=1e-6, atol=1e-6)
+    for width in (5, 8, 31, 32, 77, 576):
+        x, residual = torch.randn(2, 50, width, generator=generator)
+        weight = torch.randn(width, generator=generator)
+        normed, (added, total) = CPU.rms_norm(x, weight, 1e-5), CPU.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(added, CPU.rms_norm(total, weight, 1e-5))
+        for count in (1, 8, 9, 32, 33):
+            few_added, few_total = CPU.add_rms_norm(x[:count], residual[:count], weight, 1e-5)
+            assert torch.equal(normed[:count], CPU.rms_norm(x[:count], weight, 1e-5))
+            assert torch.equal(added[:count], few_added)
+            assert torch.equal(total[:count], few_total)
+
+
+NORMS = """
+import hashlib, sys, torch
+from kernels.cpu.norm import add_rms_norm, rms_norm
+torch.set_num_threads(int(sys.argv[1]))
+generator = torch.Generator().manual_seed(3)
+x, residual = torch.randn(2, 40, 997, generator=generator)
+weight = torch.randn(997, generator=generator)
+found = [rms_norm(x, weight, 1e-5), *add_rms_norm(x, residual, weight, 1e-5)]
+few = [rms_norm(x[:3], weight, 1e-5), *add_rms_norm(x[:3], residual[:3], weight, 1e-5)]
+print([hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in (*found, *few)])
+"""
+
+
+def test_norms_have_the_same_bits_compiled_anew_and_out_of_the_cache(tmp_path: Path) -> None:
+    def run(cache: Path | None, num_threads: int) -> str:
+        env = os.environ | ({"NUMBA_CACHE_DIR": str(cache)} if cache else {})
+        argv = [sys.executable, "-c", NORMS, str(num_threads)]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=300).stdout
+
+    anew = run(tmp_path, 1)
+    assert any(tmp_path.iterdir())
+    assert run(tmp_path, 2) == anew
+    assert run(None, 2) == anew
 
 
 def test_sums_of_other_types_go_by_the_reference() -> None:

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from shared.transfer.control import ControlError
+from shared.runtime.errors import TransferRefused
+from shared.transfer.control import ControlError, Open, frame
 from shared.transfer.control_socket import ControlSocket
 
 
@@ -104,3 +105,13 @@ async def test_what_waits_goes_first_and_then_nobody_waits_any_more() -> None:
     assert not loop.remove_writer(a)
     left.socket.close()
     b.close()
+
+
+def test_a_message_that_the_other_side_would_not_read_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the sidecar, and all transfers with it."""
+    message = Open(id=1, room=1, generation=1, secret=b"s", units=(tuple(range(300)),))
+    monkeypatch.setattr("shared.transfer.control.MAX_FRAME_BYTES", len(frame(message)) - 4)
+    frame(message)
+    monkeypatch.setattr("shared.transfer.control.MAX_FRAME_BYTES", len(frame(message)) - 5)
+    with pytest.raises(TransferRefused, match="too_long"):
+        frame(message)

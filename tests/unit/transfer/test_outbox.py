@@ -16,6 +16,7 @@ from shared.transfer.channels import in_thread
 from shared.transfer.classes import HANDOFF, Standing, TrafficClass
 from shared.transfer.link import TicketKey
 from shared.transfer.outbox import Outbox
+from shared.transfer.quiet_threads import QuietThreads
 from tests.contract.transfer_links import new_ticket
 
 LAYOUT = PoolLayout((StateComponent("kv", IndexKind.PAGE, 4, (), (8,), "uint8", (0,)),), num_pages=4, num_slots=1)
@@ -80,9 +81,12 @@ class Sending:
         self.backend = HeldBackend()
         self.outbox = Outbox(LAYOUT, (self.backend,), lambda key, backend: None)
 
-    def start(self, peer: str, standing: Standing) -> tuple[TicketKey, asyncio.Task[object]]:
-        """Each to a peer of its own, so that they do not wait for seats."""
+    def start(
+        self, peer: str, standing: Standing, again: TicketKey | None = None
+    ) -> tuple[TicketKey, asyncio.Task[object]]:
+        """Each to a peer of its own, so that they do not wait for seats. again: one more transfer of that ticket."""
         key, secret = new_ticket()
+        key = again or key
         address = LinkAddress(boot_id=peer, host="h", port=1, socket="", backends=("held",))
         now = threading.Event()
         now.set()
@@ -148,8 +152,64 @@ async def test_who_is_cancelled_while_it_waits_for_a_thread_ends_at_once(sending
     assert sending.outbox.num_tickets == 0
 
 
+@pytest.mark.parametrize("first_of_all", [None, "cancelled"])
+async def test_a_quiet_transfer_that_a_hand_off_waits_for_takes_any_thread(
+    sending: Sending, first_of_all: str | None
+) -> None:
+    """Also where it waits for a quiet one already, and is ahead of nobody there."""
+    blocking, running = sending.start("a", BACKGROUND)
+    await sending.until(lambda: sending.backend.begun.acquire(blocking=False))
+    key, waiting = sending.start("b", BACKGROUND)
+    await sending.until(lambda: sending.is_queued(key))
+    _, urgent = sending.start("b", HANDOFF, again=key)
+    await sending.until(lambda: sending.backend.begun.acquire(blocking=False))
+    if first_of_all:
+        await sending.outbox.forget(key)
+        for one in (waiting, urgent):
+            with pytest.raises(TransferError):
+                await one
+        assert sending.backend.channels["b"].transfers == [key]
+    else:
+        sending.backend.channels["b"].let()
+        await waiting
+        await urgent
+        assert sending.backend.channels["b"].transfers == [key, key]
+    assert not running.done()
+    sending.backend.channels["a"].let()
+    await running
+    for one_key in (blocking, key):
+        await sending.outbox.forget(one_key)
+    assert sending.outbox.num_tickets == 0
+
+
+async def test_work_that_waits_in_two_queues_is_done_once() -> None:
+    begun, over, done = threading.Event(), threading.Event(), []
+
+    def block() -> None:
+        begun.set()
+        assert over.wait(DEADLINE_S)
+
+    with ThreadPoolExecutor(1) as own, ThreadPoolExecutor(1) as others:
+        quiet = QuietThreads(own, others)
+        blocking = quiet.submit(block)
+        assert begun.wait(DEADLINE_S)
+        work, failing, cancelled = (quiet.submit(one) for one in (lambda: done.append(1), block_nobody, block))
+        assert cancelled.cancel()
+        for job in (work, work, failing, cancelled, blocking):
+            quiet.hurry(job)
+        work.result(DEADLINE_S)
+        assert isinstance(failing.exception(DEADLINE_S), ZeroDivisionError)
+        over.set()
+    assert done == [1]
+    assert blocking.done()
+    assert cancelled.cancelled()
+
+
+def block_nobody() -> None:
+    raise ZeroDivisionError
+
+
 async def test_hand_offs_do_not_wait_for_threads_of_what_is_quiet(sending: Sending) -> None:
-    """Nor does a quiet transfer that a hand-off of its ticket waits for."""
     blocking, running = sending.start("a", BACKGROUND)
     await sending.until(lambda: sending.backend.begun.acquire(blocking=False))
     urgent, passing = sending.start("b", HANDOFF)

@@ -140,6 +140,24 @@ def test_pages_that_are_held_stay_as_they_are() -> None:
     assert knock(door, in_pages(2), later).runs[0].units.tolist() == [2]
 
 
+def test_of_a_page_that_is_held_in_part_only_the_rest_is_written() -> None:
+    """Our first page is held, and the sender's first page has it and the second."""
+    door, target = Door(OURS, lambda key, backend: None), pool(OURS, 1)
+    door.open(KEY, SECRET, TABLE, held_len=4)
+    for rows in (1, 4):
+        with pytest.raises(Refused, match="bad_range"):
+            knock(door, in_pages(8), BOTH.model_copy(update={"num_units": 1, "rows_in_last": rows}))
+    before = OURS.view(target.bytes, 0).copy()
+    grant = knock(door, in_pages(8), BOTH.model_copy(update={"num_units": 1, "rows_in_last": 7}))
+    assert grant.runs[0].units.tolist() == [2]
+    assert grant.fit is not None
+    RegroupingMover(grant.fit, target, Landing(stopped=False)).land(grant)
+    after = OURS.view(target.bytes, 0)
+    assert (after[:, 2, :, :3] == 0x77).all()
+    before[:, 2, :, :3] = 0x77
+    assert (after == before).all()
+
+
 def pool(layout: PoolLayout, seed: int) -> Pool:
     data = np.random.default_rng(seed).integers(0, 256, layout.total_bytes, dtype=np.uint8)
     return Pool(layout, memoryview(bytearray(data.tobytes())))

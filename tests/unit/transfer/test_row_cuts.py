@@ -58,8 +58,7 @@ def test_blocks_hold_every_row_once(case: tuple[Pool, Run, range]) -> None:
 def test_steps_are_the_piece_in_wire_order(case: tuple[Pool, Run, range], step_bytes: int, apart: bool) -> None:
     pool, run, layers = case
     cut = steps_of(pool.layout, run, layers, step_bytes, apart=apart)
-    whole = [begin_and_size(pool, view) for layer in layers for view in pool.views(run, layer)]
-    assert joined(cut.spans) == joined(np.array(whole))
+    assert joined(cut.spans) == joined(rows_in_order(pool, run, layers))
     at = 0
     for step in cut.steps:
         theirs = run.units[step.first_unit : step.first_unit + len(step.run.units)]
@@ -74,9 +73,18 @@ def test_steps_are_the_piece_in_wire_order(case: tuple[Pool, Run, range], step_b
     assert at == len(cut.spans)
 
 
-def begin_and_size(pool: Pool, view: memoryview) -> tuple[int, int]:
-    begin = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return begin - np.frombuffer(pool.bytes, dtype=np.uint8).__array_interface__["data"][0], len(view)
+def rows_in_order(pool: Pool, run: Run, layers: range) -> np.ndarray:
+    """(first byte, length) of each row of each segment, in wire order."""
+    component = pool.layout.components[0]
+    shape = (component.num_layers, UNITS, *component.outer, component.unit_tokens)
+    row_bytes = component.unit_bytes // (shape[2] * shape[3])
+    begins, found = np.arange(np.prod(shape)).reshape(shape) * row_bytes, []
+    for layer in layers:
+        for k, unit in enumerate(run.units.tolist()):
+            rows = run.rows_in_last if k == len(run.units) - 1 else component.unit_tokens
+            found.append(begins[layer, unit, :, :rows].ravel())
+    flat = np.concatenate(found)
+    return np.stack((flat, np.full_like(flat, row_bytes)), axis=1)
 
 
 def joined(spans: np.ndarray) -> list[list[int]]:

@@ -64,6 +64,15 @@ def copies(draw: st.DrawFn) -> tuple[PoolLayout, PoolLayout, Run, Run]:
     return layout, other, Run(index, tuple(theirs), rows), Run(index, tuple(mine), rows)
 
 
+def copy_layer(target: Pool, source: Pool, theirs: Run, mine: Run, layer: int) -> np.ndarray:
+    """Returns the digests of what was written."""
+    layers = range(layer, layer + 1)
+    found = room_for_digests(mine, layers)
+    for _ in target.copying(source, theirs, mine, layers, found):
+        pass
+    return found[0]
+
+
 @pytest.mark.parametrize("kernels", [None, load_kernels()], ids=["plain", "compiled"])
 @given(case=copies())
 def test_a_copy_moves_the_rows_with_state_and_nothing_else(
@@ -74,17 +83,16 @@ def test_a_copy_moves_the_rows_with_state_and_nothing_else(
     before = bytes(target.bytes)
     for layer in range(target.num_layers(mine.component)):
         wanted = rows_of(source, theirs, layer)
-        digests = target.copy_from(source, theirs, mine, layer)
+        digests = copy_layer(target, source, theirs, mine, layer)
         assert rows_of(target, mine, layer) == wanted
         assert [one.tobytes() for one in digests] == [xxhash.xxh3_128_digest(rows) for rows in wanted]
         assert digests.tobytes() == target.digests(mine, layer).tobytes() == source.digests(theirs, layer).tobytes()
-        assert b"".join(source.views(theirs, layer)) == b"".join(wanted)
     changed = sum(a != b for a, b in zip(before, bytes(target.bytes), strict=True))
     assert changed <= payload(layout, mine)
     # Put the rows back: then nothing differs.
     clean = random_pool(other, 2)
     for layer in range(target.num_layers(mine.component)):
-        target.copy_from(clean, mine, mine, layer)
+        copy_layer(target, clean, mine, mine, layer)
     assert bytes(target.bytes) == before
 
 
@@ -99,7 +107,7 @@ def test_bursts_come_to_the_same_as_layers_and_can_be_left_off(
     num_layers = target.num_layers(mine.component)
     first = data.draw(st.integers(0, num_layers - 1))
     layers = range(first, data.draw(st.integers(first + 1, num_layers)))
-    digests = [wanted.copy_from(plain, theirs, mine, layer) for layer in layers]
+    digests = [copy_layer(wanted, plain, theirs, mine, layer) for layer in layers]
     found, again = room_for_digests(mine, layers), room_for_digests(mine, layers)
     steps = list(target.copying(source, theirs, mine, layers, found, burst))
     moved = payload(layout, mine) // num_layers * len(layers)
@@ -177,7 +185,7 @@ def test_the_receiver_digests_what_it_holds_and_not_what_it_was_sent(rows: int) 
     source, target = random_pool(layout, 1), random_pool(layout, 2)
     target._flat = target._flat.view(Spoiling)
     run = Run(0, (3,), rows)
-    digests = target.copy_from(source, run, run, 0)
+    digests = copy_layer(target, source, run, run, 0)
     assert (digests != source.digests(run, 0)).any()
     assert [one.tobytes() for one in digests] == [xxhash.xxh3_128_digest(rows) for rows in rows_of(target, run, 0)]
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from shared.runtime.errors import PeerLost, TransferTimeout
+from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.transfer.connection import Connection
 from shared.transfer.wire import MAX_FRAME_BYTES, Answer, Header, Malformed, parse
 
@@ -56,6 +56,16 @@ def test_a_huge_frame_is_refused_before_it_is_read(pair: tuple[Connection, Conne
     raw.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
     with pytest.raises(Malformed):
         right.receive_frame()
+
+
+def test_a_huge_frame_is_not_sent(pair: tuple[Connection, Connection, socket.socket]) -> None:
+    left, right, _ = pair
+    with pytest.raises(TransferRefused, match="too_long"):
+        left.send_frame(bytes(MAX_FRAME_BYTES + 1))
+    sending = threading.Thread(target=left.send_frame, args=(bytes(MAX_FRAME_BYTES),))
+    sending.start()
+    assert right.receive_frame() == bytes(MAX_FRAME_BYTES)
+    sending.join()
 
 
 def test_silence_is_a_time_out_unless_it_may_wait(pair: tuple[Connection, Connection, socket.socket]) -> None:
