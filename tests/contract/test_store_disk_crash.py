@@ -86,7 +86,7 @@ async def test_killed_at_any_moment_many_times(tmp_path: Path, fsync: bool) -> N
 
 
 async def test_killed_before_each_call_into_the_file_system(tmp_path: Path) -> None:
-    """A put that replaces another one makes: open, write, sync, close, rename, and open, sync, close of the directory."""
+    """A put makes: open, write, sync, close, rename, and open, sync, close of the directory."""
     replaced = []
     for die_at in range(1, 10):
         directory, told = tmp_path / str(die_at), Told(done={0: 1})

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def test_what_begins_alike_has_the_same_first_keys_and_only_those(
     lineage: Lineage, prefix: list[int], one: list[int], other: list[int]
 ) -> None:
     ours, theirs = chain(lineage, prefix + one), chain(lineage, prefix + other)
-    alike = len(os.path.commonprefix([prefix + one, prefix + other])) // lineage.block_tokens
+    pairs = zip(prefix + one, prefix + other, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) // lineage.block_tokens
     assert ours[:alike] == theirs[:alike]
     assert not set(ours[alike:]) & set(theirs[alike:])
 
