@@ -32,6 +32,7 @@ class BlockRecord:
 class BlockDriver(Protocol):
     """Methods raise StoreFull where there is no room, and StoreUnavailable where the device or server fails; anything
     else is a bug. They never block the loop. Several calls may be under way at once, also for one key.
+    A call that is cancelled ends when nothing reads or writes the caller's pieces any more.
 
     name: as in the setting."""
 
