@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -64,7 +65,7 @@ class DiskDriver:
         keys = list(self._sizes)
         for start in range(0, len(keys), _HEADERS_AT_ONCE):
             some = keys[start : start + _HEADERS_AT_ONCE]
-            for record in await self._reads.run(lambda some=some: _told(lambda: self._headers(some))):
+            for record in await self._reads.run(partial(_told, partial(self._headers, some))):
                 yield record
 
     async def put(self, record: BlockRecord, parts: Parts) -> None:

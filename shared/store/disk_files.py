@@ -158,8 +158,7 @@ class BlockFiles:
             os.close(fd)
             raise
         self._lock_fd = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(fd, f"{os.getpid():<19}\n".encode(), 0)  # of one length, so that a full device takes it
 
     def _sync(self, directory: Path) -> None:
         if not self._fsync:

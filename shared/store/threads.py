@@ -17,9 +17,9 @@ class StoreThreads:
     def __init__(self, num_threads: int, name: str, max_waiting: int = _MAX_WAITING) -> None:
         self._pool = ThreadPoolExecutor(num_threads, name)
         self._free = asyncio.Semaphore(num_threads)
-        self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._num_waiting = 0
+        self._running: set[asyncio.Future[object]] = set()
         self._closed = False
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -29,26 +29,15 @@ class StoreThreads:
         try:
             if self._closed:
                 raise StoreUnavailable("the store's driver is closed")
-            future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-            try:
-                return await asyncio.shield(future)
-            except asyncio.CancelledError:
-                await _ended(future)
-                raise
+            return await self._run(work)
         finally:
             self._free.release()
 
     async def close(self) -> None:
         """Returns when what runs has ended; what waits is refused. Idempotent."""
         self._closed = True
-        held = 0
-        try:
-            while held < self._num_threads:
-                await self._free.acquire()
-                held += 1
-        finally:
-            for _ in range(held):
-                self._free.release()
+        while self._running:
+            await asyncio.wait(self._running)
         self._pool.shutdown()
 
     async def _enter(self) -> None:
@@ -61,6 +50,16 @@ class StoreThreads:
             await self._free.acquire()
         finally:
             self._num_waiting -= 1
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await _ended(future)
+            raise
 
 
 async def _ended(future: "asyncio.Future[T]") -> None:
