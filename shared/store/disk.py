@@ -144,7 +144,7 @@ class DiskDriver:
         return self._look(key, lambda fd: read_block(fd, key, namespace, into))
 
     def _headers(self, keys: list[bytes]) -> list[BlockRecord]:
-        found = [self._look(key, lambda fd, key=key: header_of(fd, key)) for key in keys]
+        found = [self._look(key, partial(header_of, key=key)) for key in keys]
         return [record for record in found if record is not None]
 
     def _look(self, key: bytes, look: Callable[[int], BlockRecord | None]) -> BlockRecord | None:

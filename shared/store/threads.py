@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shared.runtime.errors import StoreUnavailable
 
@@ -19,7 +19,7 @@ class StoreThreads:
         self._free = asyncio.Semaphore(num_threads)
         self._max_waiting = max_waiting
         self._num_waiting = 0
-        self._running: set[asyncio.Future[object]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     async def run(self, work: Callable[[], T]) -> T:

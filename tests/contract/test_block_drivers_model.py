@@ -128,5 +128,5 @@ def test_a_driver_is_a_dictionary_of_whole_blocks(name: str, tmp_path: Path) -> 
         stack = AsyncExitStack()
         bed = runner.run(stack.enter_async_context(BEDS[name](tmp_path)))
         machine = type("Model", (Model,), {"runner": runner, "bed": bed})
-        run_state_machine_as_test(machine, settings=settings(max_examples=20))
+        run_state_machine_as_test(machine, settings=settings(max_examples=12))
         runner.run(stack.aclose())
