@@ -168,7 +168,7 @@ async def _timed(call: Callable[[int], Awaitable[None]], load: Load, at_once: in
 
 
 def _record(load: Load, number: int) -> BlockRecord:
-    key = xxhash.xxh3_128_digest(f"block {number}")
+    key = xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
     return BlockRecord(key, load.block_bytes, digest_of(load.parts(number)), "bench", "bench", 64)
 
 
