@@ -2,14 +2,25 @@
 
 import re
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from math import inf
+from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from shared.store.resp import RedisAddress, Reply
 
 _PREFIX = re.compile(r"[\w.:{}/-]*", re.ASCII)
-CONFIG_NAMES = ("appendonly", "appendfsync", "save", "maxmemory-policy", "proto-max-bulk-len")
+CONFIG_NAMES = ("appendonly", "appendfsync", "save", "maxmemory", "maxmemory-policy", "proto-max-bulk-len")
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "prefix": str,
+    "timeout_s": float,
+    "connect_s": float,
+    "connections": int,
+    "ca_file": str,
+    "cert_file": str,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +40,8 @@ class RedisOptions:
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
             raise ValueError("a prefix is made of letters, digits and . : _ - / { }")
-        if self.timeout_s <= 0 or self.connect_s <= 0 or self.connections < 1:
-            raise ValueError("times and the number of connections are more than nothing")
+        if not (0 < self.timeout_s < inf and 0 < self.connect_s < inf and self.connections > 0):
+            raise ValueError("time limits and the number of connections are more than nothing")
 
     @classmethod
     def parse(cls, url: str) -> Self:
@@ -38,11 +49,9 @@ class RedisOptions:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
         address = RedisAddress.of(parts, int(query.pop("database", 0)))
-        kinds = {"prefix": str, "timeout_s": float, "connect_s": float, "connections": int}
-        kinds |= {"ca_file": str, "cert_file": str}
-        if unknown := query.keys() - kinds.keys():
+        if unknown := query.keys() - _KINDS.keys():
             raise ValueError(f"no such option of Redis: {', '.join(sorted(unknown))}")
-        return cls(address, **{name: kinds[name](text) for name, text in query.items()})
+        return cls(address, **{name: _KINDS[name](text) for name, text in query.items()})
 
     def tls_context(self) -> ssl.SSLContext | None:
         """OSError where a file cannot be read."""
@@ -62,21 +71,6 @@ def texts_of(answer: Reply) -> dict[str, str]:
     return dict(zip(texts[::2], texts[1::2], strict=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The server's, whoever uses it; limit_bytes: None where it has none."""
-
-    used_bytes: int = 0
-    limit_bytes: int | None = None
-
-
-def memory_of(info: bytes) -> Memory:
-    """Of an answer to INFO memory."""
-    lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
-    found = {name: int(text) for name, _, text in lines if text.isdecimal()}
-    return Memory(found.get("used_memory", 0), found.get("maxmemory") or None)
-
-
 def durability_of(config: dict[str, str]) -> str:
     """config: the server's, empty where it does not tell."""
     if not config:
@@ -88,14 +82,14 @@ def _persistence(config: dict[str, str]) -> str:
     if config.get("appendonly") == "yes":
         fsync = config.get("appendfsync")
         if fsync == "always":
-            return "A block that was put is on the Redis server's disk (appendfsync always)."
+            return "A block that was put survives the Redis server's end and a loss of power (appendfsync always)."
         lost = "the last second" if fsync == "everysec" else "what the system had not written yet"
         return (
             "A block that was put survives the Redis server's end; a loss of its machine's power costs "
             f"{lost} (appendfsync {fsync})."
         )
     if save := config.get("save"):
-        return f"The Redis server's end costs what was put after its last snapshot (save {save})."
+        return f"A block that was put survives the Redis server's end once a snapshot has it (save {save})."
     return "Nothing survives the Redis server's end: it writes nothing to its disk."
 
 

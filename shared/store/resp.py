@@ -11,6 +11,7 @@ from typing import Self, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from shared.runtime.errors import StoreUnavailable
+from shared.store.parts import after
 
 _PORT = 6379
 _IOVECS = 1000
@@ -50,17 +51,23 @@ class RedisAddress:
     @classmethod
     def of(cls, url: SplitResult, database: int = 0) -> Self:
         """ValueError for what is none. The query is the caller's."""
-        login = {"user": unquote(url.username or ""), "password": unquote(url.password or "")}
+        user, password = unquote(url.username or ""), unquote(url.password or "")
         if url.scheme == "unix":
             if not url.path.startswith("/") or url.hostname:
                 raise ValueError("unix:// is followed by an absolute path")
-            return cls(path=unquote(url.path), database=database, **login)
+            return cls(path=unquote(url.path), user=user, password=password, database=database)
         if url.scheme not in _SCHEMES or not url.hostname:
             raise ValueError(f"not a Redis address: one begins with {', '.join(f'{name}://' for name in _SCHEMES)}")
         if (number := url.path.strip("/")) and not number.isdecimal():
             raise ValueError(f"a database has a number, and {number!r} is none")
-        tls = _SCHEMES[url.scheme]
-        return cls(url.hostname, url.port or _PORT, database=int(number or database), tls=tls, **login)
+        return cls(
+            url.hostname,
+            url.port or _PORT,
+            user=user,
+            password=password,
+            database=int(number or database),
+            tls=_SCHEMES[url.scheme],
+        )
 
     @classmethod
     def parse(cls, url: str) -> Self:
@@ -121,7 +128,7 @@ class RespConnection:
                     self._sock.sendall(view)
                 return
             while left:
-                left = _after(left, self._sock.sendmsg(left[:_IOVECS]))
+                left = after(left, self._sock.sendmsg(left[:_IOVECS]))
         except OSError as error:
             raise self._lost(error) from error
 
@@ -129,12 +136,12 @@ class RespConnection:
         """The next one, whole. For small ones: it is copied."""
         kind, rest = self._line()
         if kind == b"$":
-            size = int(rest)
+            size = self._number(rest)
             return None if size < 0 else self._exactly(size + 2)[:-2]
         if kind == b"*":
-            return [self.reply() for _ in range(int(rest))]
+            return [self.reply() for _ in range(self._number(rest))]
         if kind == b":":
-            return int(rest)
+            return self._number(rest)
         return rest if kind == b"+" else Refusal(rest.decode(errors="replace"))
 
     def value(self) -> int | Refusal | None:
@@ -144,8 +151,8 @@ class RespConnection:
         if kind == b"-":
             return Refusal(rest.decode(errors="replace"))
         if kind != b"$":
-            raise StoreUnavailable(f"Redis at {self._name} answered with something else than a value")
-        size = int(rest)
+            raise self._foreign()
+        size = self._number(rest)
         if size < 0:
             return None
         self._owed = size
@@ -153,28 +160,26 @@ class RespConnection:
 
     def take(self, size: int) -> bytes:
         """The value's next bytes."""
-        self._owed -= size
         data = self._exactly(size)
-        self._end_value()
+        self._took(size)
         return data
 
     def into(self, views: Sequence[memoryview]) -> None:
         """Fills them with the value's next bytes, straight from the socket."""
-        self._owed -= sum(map(len, views))
         left = [view for view in views if len(view)]
         while left and self._ahead:
             moved = min(len(left[0]), len(self._ahead))
             left[0][:moved], self._ahead = self._ahead[:moved], self._ahead[moved:]
-            left = _after(left, moved)
+            left = after(left, moved)
         try:
             while left:
                 moved = self._sock.recv_into(left[0]) if self._tls else self._receive(left[:_IOVECS])
                 if not moved:
                     raise self._lost()
-                left = _after(left, moved)
+                left = after(left, moved)
         except OSError as error:
             raise self._lost(error) from error
-        self._end_value()
+        self._took(sum(map(len, views)))
 
     def abort(self) -> None:
         """Ends whatever blocks on this connection; its thread then closes it."""
@@ -203,19 +208,26 @@ class RespConnection:
     def _receive(self, views: list[memoryview]) -> int:
         return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
 
-    def _end_value(self) -> None:
-        if self._owed == 0:
+    def _took(self, size: int) -> None:
+        if self._owed == size:
             self._exactly(2)
+        self._owed -= size
 
     def _line(self) -> tuple[bytes, bytes]:
         while (end := self._ahead.find(b"\r\n")) < 0:
             if len(self._ahead) > _MOST_LINE_BYTES:
-                raise StoreUnavailable(f"what listens at {self._name} does not speak Redis' protocol")
+                raise self._foreign()
             self._read_more(_READ_BYTES)
         line, self._ahead = self._ahead[:end], self._ahead[end + 2 :]
         if line[:1] not in (b"+", b"-", b":", b"$", b"*"):
-            raise StoreUnavailable(f"what listens at {self._name} does not speak Redis' protocol")
+            raise self._foreign()
         return line[:1], line[1:]
+
+    def _number(self, text: bytes) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise self._foreign() from None
 
     def _exactly(self, size: int) -> bytes:
         while len(self._ahead) < size:
@@ -231,6 +243,9 @@ class RespConnection:
         if not data:
             raise self._lost()
         self._ahead += data
+
+    def _foreign(self) -> StoreUnavailable:
+        return StoreUnavailable(f"what listens at {self._name} does not speak Redis' protocol as we do")
 
     def _lost(self, why: OSError | None = None) -> StoreUnavailable:
         return StoreUnavailable(f"connection to Redis at {self._name} lost{'' if why is None else f': {why}'}")
@@ -263,12 +278,3 @@ def _connected(address: RedisAddress, timeout_s: float, tls: ssl.SSLContext | No
     except BaseException:
         sock.close()
         raise
-
-
-def _after(views: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of them after so many bytes."""
-    for at, view in enumerate(views):
-        if moved < len(view):
-            return [view[moved:], *views[at + 1 :]]
-        moved -= len(view)
-    return []
