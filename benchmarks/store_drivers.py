@@ -9,6 +9,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,9 @@ import xxhash
 from rich.console import Console
 
 from benchmarks.report import Machine, Row, figure, print_rows, write_rows
+from benchmarks.rivals import NotThere
 from benchmarks.store_rivals import Load, RawFile, RawMemory, Rival
+from benchmarks.store_sockets import RawSocket, RedisClient, serve_valkey, serve_weed
 from shared.store.driver import BlockRecord
 from shared.store.open import open_driver
 from shared.store.options import DriverOptions
@@ -32,13 +35,14 @@ _AT_ONCE = (1, 4)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A driver and what it is held against. options, rival: made for an empty directory of their own. forget: makes the
-    driver's reads miss the page cache."""
+    """A driver and what it is held against. serve: starts what it keeps blocks in, where that is a server, and says how
+    to reach it. rival: what it is held against. Both in an empty directory of their own. forget: makes the driver's
+    reads miss the page cache."""
 
     name: str
     driver: str
-    options: Callable[[Path], DriverOptions]
-    rival: Callable[[Load, Path], Rival]
+    serve: Callable[[Path], AbstractContextManager[DriverOptions]]
+    rival: Callable[[Load, Path, DriverOptions], Rival]
     forget: Callable[[Path], None] | None = None
 
 
@@ -50,20 +54,23 @@ def _forget_files(directory: Path) -> None:
 
 
 CASES = (
-    Case("memory", "memory", lambda directory: DriverOptions(), lambda load, directory: RawMemory(load)),
+    Case("memory", "memory", lambda directory: nullcontext(DriverOptions()), lambda load, *_: RawMemory(load)),
     Case(
         "disk",
         "disk",
-        lambda directory: DriverOptions(str(directory / "store")),
-        lambda load, directory: RawFile(load, directory / "raw", synced=True),
+        lambda directory: nullcontext(DriverOptions(str(directory / "store"))),
+        lambda load, directory, _: RawFile(load, directory / "raw", synced=True),
         _forget_files,
     ),
     Case(
         "disk-unsynced",
         "disk",
-        lambda directory: DriverOptions(str(directory / "store"), fsync=False),
-        lambda load, directory: RawFile(load, directory / "raw", synced=False),
+        lambda directory: nullcontext(DriverOptions(str(directory / "store"), fsync=False)),
+        lambda load, directory, _: RawFile(load, directory / "raw", synced=False),
     ),
+    Case("redis", "redis", serve_valkey, lambda load, *_: RawSocket(load)),
+    Case("redis-vs-client", "redis", serve_valkey, lambda load, _, options: RedisClient(load, options.where)),
+    Case("s3", "s3", serve_weed, lambda load, *_: RawSocket(load)),
 )
 
 
@@ -97,13 +104,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     console, machine = Console(highlight=False), Machine.here()
     load = Load.of(max(1, args.mib * _MIB // (_PARTS * _PART_BYTES)), _PARTS, _PART_BYTES)
     rows: list[Row] = []
+    missing: list[str] = []
     for case in CASES:
         if case.name in args.rows:
             console.print(f"{case.name}: {load.num_blocks} blocks, {args.rounds} rounds …")
-            with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-                rows += asyncio.run(_case(case, load, Path(directory), args.rounds))
+            try:
+                with tempfile.TemporaryDirectory(dir=args.directory) as name, case.serve(Path(name)) as options:
+                    rows += asyncio.run(_case(case, load, Path(name), options, args.rounds))
+            except NotThere as why:
+                missing.append(f"{case.name}: {why}")
     title = f"bench-store-drivers: blocks of {load.block_bytes / _MIB:.2f} MiB in {_PARTS} pieces"
     print_rows(console, title, rows, machine)
+    for line in missing:
+        console.print(f"not measured: {line}", style="yellow", soft_wrap=True)
     console.print(f"written to {write_rows('store_drivers', rows, machine)}", soft_wrap=True)
 
 
@@ -121,10 +134,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-async def _case(case: Case, load: Load, directory: Path, rounds: int) -> list[Row]:
+async def _case(case: Case, load: Load, directory: Path, options: DriverOptions, rounds: int) -> list[Row]:
     figures = Figures()
-    driver = await open_driver(case.driver, case.options(directory))
-    rival = case.rival(load, directory)
+    rival = case.rival(load, directory, options)
+    driver = await open_driver(case.driver, options)
     records = [_record(load, number) for number in range(load.num_blocks)]
 
     async def put(k: int) -> None:

@@ -63,10 +63,10 @@ class RawFile:
 
     def put_s(self, at_once: int) -> float:
         os.ftruncate(self._fd, 0)
-        return _timed(self._put, range(self._load.num_blocks), at_once)
+        return timed(self._put, range(self._load.num_blocks), at_once)
 
     def get_s(self, at_once: int) -> float:
-        return _timed(self._get, range(self._load.num_blocks), at_once)
+        return timed(self._get, range(self._load.num_blocks), at_once)
 
     def forget(self) -> None:
         os.fsync(self._fd)
@@ -95,10 +95,10 @@ class RawMemory:
         self._load, self._held = load, np.ones_like(load.blocks)
 
     def put_s(self, at_once: int) -> float:
-        return _timed(lambda k: _copy(self._load.blocks[k], self._held[k]), range(self._load.num_blocks), at_once)
+        return timed(lambda k: _copy(self._load.blocks[k], self._held[k]), range(self._load.num_blocks), at_once)
 
     def get_s(self, at_once: int) -> float:
-        return _timed(lambda k: _copy(self._held[k], self._load.room[k]), range(self._load.num_blocks), at_once)
+        return timed(lambda k: _copy(self._held[k], self._load.room[k]), range(self._load.num_blocks), at_once)
 
     def forget(self) -> None:
         pass
@@ -112,7 +112,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
         place[:] = part
 
 
-def _timed(work: Callable[[int], None], numbers: Iterable[int], at_once: int) -> float:
+def timed(work: Callable[[int], None], numbers: Iterable[int], at_once: int) -> float:
     with ThreadPoolExecutor(at_once) as threads:
         begin = perf_counter()
         list(threads.map(work, numbers))

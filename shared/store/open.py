@@ -8,6 +8,8 @@ from shared.store.options import DriverOptions
 _CLASSES = {
     "disk": "shared.store.disk:DiskDriver",
     "memory": "shared.store.memory:MemoryDriver",
+    "redis": "shared.store.redis:RedisDriver",
+    "s3": "shared.store.s3:S3Driver",
 }
 """Imported when named: what talks to a server needs packages that others do without. Each class has
 `from_options(DriverOptions)`, which raises ValueError for options that it cannot use."""

