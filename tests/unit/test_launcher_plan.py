@@ -42,7 +42,21 @@ def test_settings_reach_the_processes_they_name() -> None:
     assert env["gateway"]["BATON_GATEWAY_MODEL"] == "m"
     assert env["gateway"]["BATON_GATEWAY_PORT"] == "1"
     assert {value["BATON_DECODE_NAME"] for name, value in env.items() if "decode" in name} == {"decode-0", "decode-1"}
-    assert env["kvstore"] == {"BATON_KVSTORE_NATS_URL": "nats://x", "BATON_KVSTORE_NAME": "kvstore"}
+    assert env["kvstore"] == {
+        "BATON_KVSTORE_NATS_URL": "nats://x",
+        "BATON_KVSTORE_NAME": "kvstore",
+        "BATON_SIDECAR_NATS_URL": "nats://x",
+    }
+
+
+def test_several_stores_have_names_of_their_own() -> None:
+    def stores(num: int) -> list[str]:
+        options = UpOptions(num_kvstore=num)
+        return [spec.name for spec in plan_processes(options, chosen_settings(options), {}) if spec.role == "kvstore"]
+
+    assert stores(1) == ["kvstore"]
+    assert stores(2) == ["kvstore-0", "kvstore-1"]
+    assert stores(0) == []
 
 
 @pytest.mark.parametrize(
