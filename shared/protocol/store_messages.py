@@ -9,7 +9,7 @@ asking again is the same question.
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
 
 from shared.protocol.messages import (
     Code,
@@ -37,7 +37,6 @@ _MAX_LAYERS = 1024
 
 Tenant = Annotated[str, Field(max_length=200)]
 BlockTokens = Annotated[int, Field(ge=1, le=1 << 16)]
-OneKey = Annotated[PackedBytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 def _pack_keys(keys: tuple[bytes, ...]) -> str:
@@ -66,6 +65,15 @@ PackedKeys = Annotated[
     tuple[bytes, ...], PlainValidator(_unpack_keys), PlainSerializer(_pack_keys, return_type=str, when_used="json")
 ]
 """Keys of 16 bytes each, one after the other in base64."""
+
+
+def _key_or_nothing(value: bytes) -> bytes:
+    if len(value) not in (0, KEY_BYTES):
+        raise ValueError(f"a key is {KEY_BYTES} bytes")
+    return value
+
+
+Parent = Annotated[PackedBytes, AfterValidator(_key_or_nothing)]
 
 
 class ComponentSpec(WireModel):
@@ -99,7 +107,7 @@ class Offer(TicketMessage):
     worker: PeerName
     tenant: Tenant = ""
     namespace: NamespaceSpec
-    parent: Annotated[PackedBytes, Field(max_length=KEY_BYTES)] = b""
+    parent: Parent = b""
     first_block: Index = 0
     keys: PackedKeys
     pin_s: Seconds = 0.0
