@@ -146,6 +146,7 @@ def test_the_longest_messages_fit() -> None:
         ("keys", [1, 2]),
         ("keys", "A" * 64 * ((MAX_KEYS + 3) // 3)),
         ("parent", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"),
+        ("parent", "AAAA"),
         ("first_block", -1),
         ("remaining_s", "NaN"),
         ("worker", "a.b"),
