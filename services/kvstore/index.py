@@ -212,13 +212,9 @@ class Index:
                     self.counters.add("blocks_expired")
                     self._vanish(entry)
 
-    def yieldable(self, name: str) -> int:
-        """Units of a namespace that a put could have."""
-        entries = (self.entries.find(held.key) for held in self.tiers[name] if not held.is_used)
-        return sum(entry is not None and (entry.beneath or not entry.leases) for entry in entries)
-
-    def states(self) -> Counter[str]:
-        return sum((tier.states() for tier in self.tiers.values()), Counter())
+    def states(self) -> dict[str, int]:
+        """How many blocks in memory are in which state."""
+        return dict(+sum((tier.states for tier in self.tiers.values()), Counter[str]()))
 
     def _leading(self, chain: Chain, memory_only: bool) -> list[Entry]:
         found = list[Entry]()

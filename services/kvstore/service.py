@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 
 from services.kvstore.beneath import Beneath
 from services.kvstore.desk import StoreDesk
@@ -97,7 +96,7 @@ class KvstoreService(Service):
                 "link": None if first is None or first.link.pid is None else first.link.address,
                 "pages": self._pages(states) if first is not None else None,
                 "queues": queues,
-                "tickets": dict(states),
+                "tickets": states,
                 "counters": report.counters | counters,
                 "durability": _IN_MEMORY if self._driver is None else self._driver.durability,
             }
@@ -107,16 +106,16 @@ class KvstoreService(Service):
         down = [one for one in self.namespaces or () if one.link.pid is None]
         return "a sidecar is down" if down else None
 
-    def _pages(self, states: Counter[str]) -> Pages:
+    def _pages(self, states: dict[str, int]) -> Pages:
         total = sum(tier.num_units for tier in self.index.tiers.values())
         free = sum(tier.units.free for tier in self.index.tiers.values())
-        quarantined = states[BlockState.EVICTING.value] + states[BlockState.QUARANTINED.value]
+        quarantined = sum(states.get(state.value, 0) for state in (BlockState.EVICTING, BlockState.QUARANTINED))
         return Pages(
             total=total,
             free=free,
             quarantined=quarantined,
             in_tickets=total - free - quarantined,
-            yieldable=sum(self.index.yieldable(name) for name in self.index.tiers),
+            yieldable=sum(tier.num_idle for tier in self.index.tiers.values()),
         )
 
     def _sidecar_options(self) -> SidecarOptions:

@@ -39,6 +39,10 @@ class Tier:
     block_tokens: int
     counters: Counters
     units: PageAllocator = field(init=False)
+    states: Counter[str] = field(init=False, default_factory=Counter)
+    """How many blocks are in which state."""
+    num_idle: int = field(init=False, default=0)
+    """Whole ones that nobody reads."""
     _held: dict[Held, None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +59,7 @@ class Tier:
             return None
         held = Held(key, unit, Block(generation))
         self._held[held] = None
+        self._count(held, 1)
         return held
 
     def apply(self, held: Held, event: Event) -> None:
@@ -63,8 +68,11 @@ class Tier:
         if moved.outcome is not Outcome.APPLIED:
             self.counters.add(f"events_{moved.outcome.value}")
             return
+        self._count(held, -1)
         held.block = moved.ticket
+        self._count(held, 1)
         if FreeUnit() in moved.effects:
+            self._count(held, -1)
             self.units.give_back_all(held.block.generation)
             del self._held[held]
 
@@ -81,5 +89,6 @@ class Tier:
         """Nobody writes the unit of a block that was given up."""
         self.apply(held, Quiesced(held.block.generation))
 
-    def states(self) -> Counter[str]:
-        return Counter(held.block.state.value for held in self._held)
+    def _count(self, held: Held, by: int) -> None:
+        self.states[held.block.state.value] += by
+        self.num_idle += 0 if held.is_used else by

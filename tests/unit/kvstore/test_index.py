@@ -181,7 +181,7 @@ def test_a_block_that_is_read_keeps_its_unit_though_it_is_given_up() -> None:
     world.index.give_up(world.entry(A[0]), held)
     assert world.there(A) == 0
     assert world.reserve(B[:1]) == {}
-    assert world.tier.states() == {"evicting": 1}
+    assert world.index.states() == {"evicting": 1}
     world.index.leave(held, "n")
     assert world.put(B[:1]) == [0]
 
@@ -316,10 +316,15 @@ def test_a_namespace_in_use_is_not_closed() -> None:
     assert world.there(A) == 1
 
 
-def test_what_a_put_could_have_is_told() -> None:
+def test_states_are_counted() -> None:
     world = World(6)
     world.put(A[:3])
-    world.written(A[0])
-    world.lookup(1, A[:2])
     world.reserve(B[:1])
-    assert world.index.yieldable("n") == 2
+    held = world.index.enter(world.entry(A[0]))
+    assert world.index.states() == {"whole": 3, "reserved": 1}
+    assert world.tier.num_idle == 2
+    world.index.leave(held, "n")
+    world.index.give_up(world.entry(A[2]), world.entry(A[2]).held)  # type: ignore[arg-type]
+    world.index.quiesced(world.give_up(world.entry(B[0])), "n")
+    assert world.index.states() == {"whole": 2}
+    assert world.tier.num_idle == 2
