@@ -31,6 +31,7 @@ from tests.contract.kvstore.world import (
     MIB_BLOCKS,
     Ends,
     Worker,
+    World,
     at_rest,
     chain_of,
     offer_of,
@@ -254,3 +255,20 @@ async def test_many_at_once(ends: Ends, store: KvstoreService) -> None:
         loaded += sum(task.result() for task in tasks)
     assert loaded > 0
     await until(lambda: at_rest(store.report()))
+
+
+async def test_who_asks_all_the_time_sees_all_of_a_put_or_nothing(ends: Ends, cluster: World) -> None:
+    putter, loader, _ = ends
+    pages, own = putter.pages_for(3), loader.pages_for(3)
+    for turn in range(25):
+        putter.side.scramble()
+        chain = chain_of(f"polled {turn}", 3)
+        putting = cluster.tasks.spawn(putter.put(chain, pages), "put")
+        async with asyncio.timeout(DEADLINE_S):
+            while (found := await loader.find(chain)) is None:
+                pass
+        assert found.num_blocks == 3
+        assert (await loader.load(found, own)).num_blocks == 3
+        assert loader.rows(own) == putter.rows(pages)
+        await loader.client.release(found)
+        await putting
