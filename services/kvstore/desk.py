@@ -149,7 +149,8 @@ class StoreDesk:
 
     async def on_cancel(self, order: Cancel) -> Verdict:
         """Ends the put or load of that ticket."""
-        for ticket in (self.puts.get(order.room), self.loads.get(order.room)):
+        tickets: tuple[Put | LoadTicket | None, ...] = (self.puts.get(order.room), self.loads.get(order.room))
+        for ticket in tickets:
             if ticket is not None and ticket.key.generation == order.generation:
                 ticket.end(Cancelled(order.reason))
         return Verdict(ok=True)
@@ -164,7 +165,8 @@ class StoreDesk:
                 put.end(PeerLost("the kvstore's sidecar is gone"))
 
     def end_all(self) -> None:
-        for ticket in (*self.puts.values(), *self.loads.values()):
+        tickets: tuple[Put | LoadTicket, ...] = (*self.puts.values(), *self.loads.values())
+        for ticket in tickets:
             ticket.end(PeerLost("the kvstore is shutting down"))
 
     async def _put_of(self, order: Offer) -> Put | OfferReply:

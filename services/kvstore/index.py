@@ -200,10 +200,10 @@ class Index:
                 self.orders.consider(entry)
         while self._pins and self._pins[0][0] <= now:
             _, key = heapq.heappop(self._pins)
-            entry = self.entries.find(key)
-            if entry is not None and entry.pinned_until <= now:
-                entry.pinned_until = 0.0
-                self.orders.consider(entry)
+            pinned = self.entries.find(key)
+            if pinned is not None and pinned.pinned_until <= now:
+                pinned.pinned_until = 0.0
+                self.orders.consider(pinned)
         if self.limits.ttl_s:
             for entry in list(itertools.islice(self.entries, _SWEPT_AT_ONCE)):
                 if entry.seen_at > now - self.limits.ttl_s:
@@ -230,7 +230,8 @@ class Index:
     def _reserve(self, namespace: str, key: bytes, parent: bytes, number: int, tenant: str, now: float) -> Entry | None:
         tier = self.tiers[namespace]
         entry = Entry(key, namespace, tenant, tier.block_bytes, tier.block_tokens, Use(1.0, now), now, parent, number)
-        self.entries.add(entry)  # first: its parent must not make room for it
+        self.entries.add(entry)
+        self.entries.hold(entry, None, arriving=True)  # neither it nor its parent is to make room for it
         if self._within_quota(entry) and self._take(entry) is not None:
             return entry
         self.entries.remove(entry)
@@ -239,7 +240,7 @@ class Index:
 
     def _take(self, entry: Entry) -> Held | None:
         tier, generation = self.tiers[entry.namespace], next(self._generations)
-        self.entries.hold(entry, None, arriving=True)  # so that its parent in memory does not make room for it
+        self.entries.hold(entry, None, arriving=True)
         while (held := tier.take(entry.key, generation)) is None:
             if (victim := self.orders.next_in_memory(entry.namespace)) is None:
                 break

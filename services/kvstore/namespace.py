@@ -112,6 +112,8 @@ def num_units_of(spec: NamespaceSpec, memory_bytes: int) -> int:
 
 
 def _options_of(options: SidecarOptions, number: int) -> SidecarOptions:
-    later = lambda port: port + number if port else port  # noqa: E731
+    def later(port: int | None) -> int | None:
+        return port + number if port else port
+
     name = f"{options.name[:36]}-{number}" if number else options.name
     return replace(options, name=name, tcp_port=later(options.tcp_port), nixl_port=later(options.nixl_port))

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shared.machines.block import Block, BlockState, FreeUnit, Quiesced, ReaderEntered, ReaderLeft, step
-from shared.machines.stepping import Cause, Ended, Event, Outcome
+from shared.machines.block import Block, BlockState, FreeUnit, ReaderEntered, ReaderLeft, step
+from shared.machines.stepping import Cause, Ended, Event, Outcome, Quiesced
 from shared.runtime.counters import Counters
 from shared.runtime.errors import PoolExhausted
 from shared.state.pages import PageAllocator

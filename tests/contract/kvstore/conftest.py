@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from services.kvstore.service import KvstoreService
-from tests.contract.kvstore.world import Ends, World, at_rest, until, world
+from tests.contract.kvstore.world import Ends, World, at_rest, chain_of, until, world
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["shm", "tcp"])
@@ -17,6 +17,7 @@ async def kept(
         await made.start_store(f"store-{request.param}")
         for page_tokens in (16, 16, 32):
             await made.add_worker(page_tokens)
+        await made.workers[0].put(chain_of("opens the namespace", 1), made.workers[0].pages_for(1))
         yield made
 
 

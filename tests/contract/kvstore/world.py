@@ -57,7 +57,7 @@ def in_pages_of(page_tokens: int, layout: PoolLayout = LAYOUT) -> PoolLayout:
 
 def chain_of(name: str, count: int) -> tuple[bytes, ...]:
     """Keys as good as any."""
-    return tuple(xxhash.xxh3_128_digest(f"{name} {k}") for k in range(count))
+    return tuple(xxhash.xxh3_128_digest(f"{name} {k}".encode()) for k in range(count))
 
 
 @dataclass

@@ -213,6 +213,17 @@ def test_a_tenant_over_its_quota_makes_room_among_its_own() -> None:
     assert dict(world.index.entries.bytes_of) == {"other": 200, "t": 200}
 
 
+def test_a_block_that_comes_again_does_not_make_room_for_itself() -> None:
+    world = World(2, Limits(tenant_bytes=2 * BYTES))
+    world.put(A[:1])
+    world.put(B[:2], now=1.0, tenant="other")
+    assert world.there(A) == 0
+    world.put(C[:2], now=2.0)
+    world.lookup(1, C, now=2.0)
+    assert world.reserve(A[:1], now=3.0) == {}
+    assert (len(list(world.tier)), world.there(C)) == (2, 2)
+
+
 def test_what_nobody_uses_vanishes_in_time_its_ends_first() -> None:
     world = World(8, Limits(ttl_s=10.0))
     world.put(A[:2])
@@ -273,7 +284,7 @@ def test_a_block_that_the_driver_has_lost_vanishes() -> None:
 def test_the_driver_s_room_is_made_by_the_least_that_it_has() -> None:
     world = World(8)
     world.put(A[:3])
-    world.put(B[:2], now=5.0)
+    world.put(B[:2], now=100.0)
     world.written(*A[:3], *B[:2])
     assert world.index.make_room_beneath(BYTES + 1) == [A[2], A[1]]
     assert (world.there(A), world.there(B)) == (1, 2)

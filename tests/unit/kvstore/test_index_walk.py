@@ -177,6 +177,8 @@ class Walk(RuleBasedStateMachine):
         assert self.tier.units.free + len(held) == UNITS
         assert len({one.unit for one in held}) == len(held)
         assert all(self.tier.units.is_held(one.unit) for one in held)
+        known = [entry.held for entry in self.index.entries]
+        assert all(one in known for one in held if one.block.state in (BlockState.RESERVED, BlockState.WHOLE))
         for reading in self.read.values():
             assert reading in held
         for entry in self.index.entries:
