@@ -110,7 +110,7 @@ class StoreDesk:
         if self.draining or not self.index.held_of(chain, memory_only=away):
             return LookupReply(num_blocks=0)
         try:
-            await self.namespaces.open(question.namespace)  # it may have nothing but blocks beneath
+            self.namespaces.open_soon(question.namespace)  # it may have nothing but blocks beneath
             now = self.deps.clock.now()
             until, pin_until = now + min(question.remaining_s, _LONGEST_LEASE_S), _pin_until(now, question.pin_s)
             lease = self.index.lookup(question.lease, chain, now, until, pin_until, memory_only=away)
@@ -129,7 +129,7 @@ class StoreDesk:
         if load is None and (ended := self._loaded.get(order.room)) is not None:
             return ended
         try:
-            load = load or self._begin_load(order)
+            load = load or await self._begin_load(order)
             if (load.key.generation, load.lease.name) != (order.generation, order.lease):
                 raise DeadRoom("that room is another load's")
         except BatonError as error:
@@ -192,10 +192,14 @@ class StoreDesk:
         self.deps.changed()
         return put
 
-    def _begin_load(self, order: Load) -> LoadTicket:
+    async def _begin_load(self, order: Load) -> LoadTicket:
+        """The load of this order; meanwhile a repeat of it may have begun it."""
+        lease = self.index.leases.find(order.lease, self.deps.clock.now())
+        namespace = None if lease is None else await self.namespaces.opened(lease.namespace)
+        if (load := self.loads.get(order.room)) is not None:
+            return load
         now = self.deps.clock.now()
         lease = self.index.leases.find(order.lease, now)
-        namespace = None if lease is None else self.namespaces.find(lease.namespace)
         if lease is None or namespace is None:
             raise UnknownRoom("there is no such lease any more")
         if self.draining or len(self.loads) >= _MAX_LOADS:

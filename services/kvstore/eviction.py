@@ -21,6 +21,8 @@ ATTENTION_TOKENS = 4096
 right order for models of some billions of parameters."""
 PINNED = 1e9
 """Added to the rank of what is softly pinned: it goes only where nothing else is left."""
+AFTER_CHILDREN = 1e6
+"""Added where its children are in memory: it may be read back from beneath, but chains go from their ends first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 A block may lie in memory, beneath it (in the driver), or both. It *vanishes* when it lies nowhere any more.
 
 - A leased block does not vanish. Nor does one that is being filled or read.
-- Chains are taken down from their ends: a block leaves memory only after its children there, and where it lies in both
-  places it vanishes only after all of them.
+- Chains are taken down from their ends: a block vanishes only after its children, and leaves memory, if there is any
+  choice, after those of them that are there. (Where a put of its parent was given up a block may be alone.)
 - Of those that may go the one with the lowest rank goes (`eviction.py`); what is softly pinned goes last.
 - A tenant over its quota makes room among its own blocks, never among others'.
 - A block that nobody put, found or offered for `ttl_s` vanishes.

@@ -39,11 +39,23 @@ class Namespaces:
         if (found := self._open.get(name)) is not None:
             self._open.move_to_end(name)
             return found
-        opening = self._opening.get(name)
-        if opening is None:
+        self.open_soon(spec)
+        return await self.opened(name)
+
+    def open_soon(self, spec: NamespaceSpec) -> None:
+        """It is open, or being opened."""
+        name = name_of(spec)
+        if name not in self._open and name not in self._opening:
             opening = self._opening[name] = asyncio.get_running_loop().create_future()
             self._deps.spawn(self._begin(name, spec, opening), "open-namespace")
-        return await asyncio.shield(opening)
+
+    async def opened(self, name: str) -> Namespace:
+        """One that is open or being opened. StoreError where it is neither, and what `open` raises."""
+        if (opening := self._opening.get(name)) is not None:
+            return await asyncio.shield(opening)
+        if (found := self._open.get(name)) is None:
+            raise StoreError("there is no memory for blocks of that kind")
+        return found
 
     async def close(self) -> None:
         for opening in self._opening.values():

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from services.kvstore.entries import Entries, Entry
-from services.kvstore.eviction import PINNED, Order
+from services.kvstore.eviction import AFTER_CHILDREN, PINNED, Order
 
 
 class Orders:
@@ -58,9 +58,10 @@ class Orders:
         entry = self._entries.find(key)
         if entry is None or entry.held is None or entry.held.is_used:
             return None
-        if self._entries.has_children(entry, in_memory=True) or (entry.leases and not entry.beneath):
+        has_children = self._entries.has_children(entry, in_memory=True)
+        if not entry.beneath and (entry.leases or has_children):
             return None
-        return _rank(entry)
+        return _rank(entry) + AFTER_CHILDREN * has_children
 
     def _of_vanishing(self, condition: Callable[[Entry], bool]) -> Order:
         def rank_of(key: bytes) -> float | None:

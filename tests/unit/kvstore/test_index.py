@@ -139,6 +139,17 @@ def test_no_block_makes_room_for_its_own_child() -> None:
     assert world.there(A) == 2
 
 
+def test_a_block_beneath_makes_room_for_its_child_where_nothing_else_does() -> None:
+    world = World(2)
+    world.put(A[:2])
+    world.written(*A[:2])
+    assert world.put(A[:3], now=1.0) == [2]
+    assert world.there(A) == 3
+    assert world.entry(A[0]).held is None
+    world.put(B[:1], now=2.0)
+    assert world.there(A) == 2, "the end went, though the other was older"
+
+
 def test_a_lease_keeps_its_blocks_until_it_ends() -> None:
     world = World(2)
     world.put(A[:2])
