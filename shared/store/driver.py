@@ -32,11 +32,15 @@ class BlockRecord:
 class BlockDriver(Protocol):
     """Methods raise StoreFull where there is no room, and StoreUnavailable where the device or server fails; anything
     else is a bug. They never block the loop. Several calls may be under way at once, also for one key.
+    A call that is cancelled ends when nothing reads or writes the caller's pieces any more.
 
-    name: as in the setting. durability: one sentence for people: what survives what. shown in `/cluster`."""
+    name: as in the setting."""
 
     name: ClassVar[str]
-    durability: ClassVar[str]
+
+    @property
+    def durability(self) -> str:
+        """One sentence for people: what survives what, as this one is set. Shown in `/cluster`."""
 
     async def open(self) -> None:
         """Connects, or scans and repairs what is there. Once, before all else."""
