@@ -13,8 +13,10 @@ from shared.bus.base import Bus
 from shared.machines.block import BlockState
 from shared.protocol.messages import Pages, WorkerReport
 from shared.runtime.service import Service
-from shared.runtime.settings import KvstoreSettings, SidecarSettings, load_settings
+from shared.runtime.settings import ConfigError, KvstoreSettings, SidecarSettings, load_settings
 from shared.store.driver import BlockDriver
+from shared.store.open import make_driver
+from shared.store.options import DriverOptions
 from shared.transfer.link import TicketKey
 from shared.transfer.sidecar_options import SidecarOptions
 
@@ -44,6 +46,7 @@ class KvstoreService(Service):
         deps = self.deps()
         memory = MemorySettings(self.settings.memory_mib << 20, self._sidecar_options())
         self.namespaces = Namespaces(deps, self.index, memory, self._on_sidecar_lost)
+        self._driver = self._driver or self._make_driver()
         if self._driver is not None:
             self.beneath = Beneath(deps, self._driver, self.index, self.namespaces.find)
             await self.beneath.open()
@@ -117,6 +120,17 @@ class KvstoreService(Service):
             in_tickets=total - free - quarantined,
             yieldable=sum(tier.num_idle for tier in self.index.tiers.values()),
         )
+
+    def _make_driver(self) -> BlockDriver | None:
+        settings = self.settings
+        if settings.driver is None:
+            return None
+        where = settings.driver_where or (str(settings.state_dir / "blocks") if settings.driver == "disk" else "")
+        limit = None if settings.driver_bytes is None else int(settings.driver_bytes)
+        try:
+            return make_driver(settings.driver, DriverOptions(where, limit, settings.driver_fsync))
+        except (ValueError, ModuleNotFoundError) as error:
+            raise ConfigError(f"kvstore: driver: {error}") from error
 
     def _sidecar_options(self) -> SidecarOptions:
         settings, chosen = self.settings, self.settings.model_fields_set

@@ -138,7 +138,7 @@ def plan_processes(
     threads: dict[str, int] = {}
     specs = []
     for name, role in process_names(options):
-        values = _fitting(role, given) | dict(chosen[name]) | {"name": name}
+        values = _fitting(role, given) | _own_place(role, name, given) | dict(chosen[name]) | {"name": name}
         try:
             settings = load_settings(ROLES[role], values)
             if isinstance(settings, WorkerSettings):
@@ -187,6 +187,13 @@ def share_cores(cores: int, workers: int) -> list[int]:
 
 def _worker_names(options: UpOptions) -> list[str]:
     return [name for name, role in process_names(options) if role in WORKER_ROLES]
+
+
+def _own_place(role: str, name: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Several kvstores of one cluster share a state directory, and no two of them a directory of blocks."""
+    if role != "kvstore" or name == role or "state_dir" not in given:
+        return {}
+    return {"driver_where": str(Path(given["state_dir"]) / f"blocks-{name}")}
 
 
 def _fitting(role: str, values: Mapping[str, str]) -> dict[str, str]:

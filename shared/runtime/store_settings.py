@@ -12,6 +12,17 @@ class StoreSettings(BaseSettings):
     memory_mib: Annotated[int, Field(ge=1)] = Field(
         256, description="MiB of memory for the blocks of one model; taken as they come"
     )
+    driver: str | None = Field(
+        "disk", description="what keeps blocks beneath the memory, as in disk or memory; none: nothing does"
+    )
+    driver_where: str = Field(
+        "",
+        description="disk: a directory of its own (default: STATE_DIR/blocks); others: the address of their server",
+    )
+    driver_bytes: ByteSize | None = Field(
+        ByteSize(8 << 30), description="most that blocks may take there, as in 50GiB; none: all there is"
+    )
+    driver_fsync: bool = Field(True, description="disk: a block counts as written only when the device has it")
     tenant_bytes: ByteSize = Field(
         ByteSize(0), description="most that one tenant's blocks may take, as in 10GiB; 0: no limit"
     )

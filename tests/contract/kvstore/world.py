@@ -151,6 +151,7 @@ class World:
             "state_dir": self.directory / name,
             "transfer": self.transfer,
             "memory_mib": 1,
+            "driver": None,
             "log_level": "warning",
         }
         store = KvstoreService(load_settings(KvstoreSettings, given | settings), driver=driver)
