@@ -74,12 +74,9 @@ async def test_it_is_killed_at_any_moment(nats_url: str, tmp_path: Path) -> None
         chains, rows = [chain_of(f"round {k}", 6) for k in range(ROUNDS)], dict[int, list[bytes]]()
         for turn in range(ROUNDS + 1):
             async with kvstore(made, directory) as process:
-                await until(lambda: any(one.pid == process.pid and one.state == "ready" for one in reports))
-                await until(
-                    lambda: (
-                        roster.stores().get("on-disk", "") in {one.peer for one in reports if one.pid == process.pid}
-                    )
-                )
+                await until(lambda pid=process.pid: any(one.pid == pid and one.state == "ready" for one in reports))
+                peers = {one.peer for one in reports if one.pid == process.pid}
+                await until(lambda peers=peers: roster.stores().get("on-disk") in peers)
                 for k in range(turn):
                     assert await known(loader, chains[k], rows[k]) >= (6 if k == 0 else 0)
                 if turn == ROUNDS:
