@@ -12,13 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from shared.machines import decode, prefill, request, transfer  # noqa: E402
+from shared.machines import block, decode, prefill, request, transfer  # noqa: E402
 
 MACHINES = {
     "request": (request, "An attempt of a request, at the gateway"),
     "prefill": (prefill, "A ticket on P"),
     "decode": (decode, "A ticket on D"),
     "transfer": (transfer, "A receiving ticket in D's sidecar"),
+    "block": (block, "A block in a kvstore's memory"),
 }
 
 

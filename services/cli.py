@@ -43,6 +43,7 @@ def up(
         int | None, typer.Option(help="Prefill workers. [default: 1; none where --mode is not separated]", min=0)
     ] = None,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
+    kvstore: Annotated[int, typer.Option(help="Stores of blocks.", min=0)] = 1,
     port: Annotated[
         int | None,
         typer.Option("--port", "--gateway-port", help="Port clients reach; 0: a free one. [default: 8000]"),
@@ -86,6 +87,7 @@ def up(
     options = UpOptions(
         num_prefill=prefill,
         num_decode=decode,
+        num_kvstore=kvstore,
         port=port,
         model=model,
         device=device,

@@ -18,12 +18,14 @@ gateway | prefill | decode | kvstore)
         export BATON_NAME
     fi
     case $role in
-    prefill | decode)
+    prefill | decode | kvstore)
         if [ -z "${BATON_TCP_HOST:-}" ]; then
             BATON_TCP_HOST=$(hostname -i | cut -d ' ' -f 1)
             export BATON_TCP_HOST
         fi
         ;;
+    esac
+    case $role in
     kvstore)
         # Replicas share one volume: each holds a place in it for as long as it lives, and its successor takes that over.
         place=0

@@ -13,6 +13,7 @@ from shared.runtime.mode import Mode
 from shared.runtime.settings import PREFIX, ROLES, ConfigError, GatewaySettings, WorkerSettings, load_settings
 
 WORKER_ROLES = ("prefill", "decode")
+_SIDECAR_ROLES = (*WORKER_ROLES, "kvstore")
 _SPINS = {"GOMP_SPINCOUNT": "1000"}
 """How long a compute thread waits awake between two kernels: some 20 us. Where there are more threads than cores it
 must sleep at once, as it would wait on the core that the one it waits for needs."""
@@ -28,6 +29,7 @@ class UpOptions:
 
     num_prefill: int | None = None
     num_decode: int = 1
+    num_kvstore: int = 1
     port: int | None = None
     model: str | None = None
     device: str | None = None
@@ -60,7 +62,8 @@ def process_names(options: UpOptions) -> list[tuple[str, str]]:
     """(name, role) of every process, in the order of their start."""
     workers = [(f"prefill-{k}", "prefill") for k in range(_num_prefill(options))]
     workers += [(f"decode-{k}", "decode") for k in range(options.num_decode)]
-    return [("kvstore", "kvstore"), *workers, ("gateway", "gateway")]
+    stores = ["kvstore"] if options.num_kvstore == 1 else [f"kvstore-{k}" for k in range(options.num_kvstore)]
+    return [*((name, "kvstore") for name in stores), *workers, ("gateway", "gateway")]
 
 
 def _num_prefill(options: UpOptions) -> int:
@@ -135,14 +138,14 @@ def plan_processes(
     threads: dict[str, int] = {}
     specs = []
     for name, role in process_names(options):
-        values = _fitting(role, given) | dict(chosen[name]) | {"name": name}
+        values = _fitting(role, given) | _own_place(role, name, given) | dict(chosen[name]) | {"name": name}
         try:
             settings = load_settings(ROLES[role], values)
             if isinstance(settings, WorkerSettings):
                 threads[name] = settings.threads or shares[name]
                 values["threads"] = str(threads[name])
             env = _variables(role, values)
-            if role in WORKER_ROLES:
+            if role in _SIDECAR_ROLES:
                 sidecar = _fitting("sidecar", given) | dict(chosen["sidecar"])
                 load_settings(ROLES["sidecar"], sidecar)
                 env |= _variables("sidecar", sidecar)
@@ -184,6 +187,13 @@ def share_cores(cores: int, workers: int) -> list[int]:
 
 def _worker_names(options: UpOptions) -> list[str]:
     return [name for name, role in process_names(options) if role in WORKER_ROLES]
+
+
+def _own_place(role: str, name: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Several kvstores of one cluster share a state directory, and no two of them a directory of blocks."""
+    if role != "kvstore" or name == role or "state_dir" not in given:
+        return {}
+    return {"driver_where": str(Path(given["state_dir"]) / f"blocks-{name}")}
 
 
 def _fitting(role: str, values: Mapping[str, str]) -> dict[str, str]:

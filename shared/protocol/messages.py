@@ -406,6 +406,8 @@ class WorkerReport(WireModel):
     """Host memory that holds the state of requests that gave their pages up, now."""
     counters: dict[str, float] = {}
     settings: dict[str, str | int | float | bool | None] = {}
+    durability: str = ""
+    """Of a kvstore: what of its blocks survives what, in words."""
     sequence: int = 0
     """Rises by one with each report of a boot, so that a late one never overwrites a newer one."""
 

@@ -13,6 +13,11 @@ once), never its successor. In the order of a request's life:
     any      -> any      cancel, fail  the end, both ways
     gateway  -> worker   ping          are you there?
     worker   -> gateway  roll_call     which of these tickets have you ended?
+    worker   -> kvstore  offer         blocks of a chain: which do you want, and where to?
+    worker   -> kvstore  stored        the wanted ones were sent: counts and digests; repeated until decided
+    any      -> kvstore  lookup        how many of these blocks are there? They are leased
+    worker   -> kvstore  load          send leased blocks into my ticket; repeated until done
+    any      -> kvstore  lease         keep a lease for longer, or let it go
     any      -> all      heartbeat     what a process is and has
 """
 
@@ -31,8 +36,14 @@ FAIL = "fail"
 HEARTBEAT = "heartbeat"
 PING = "ping"
 ROLL_CALL = "roll_call"
+OFFER = "offer"
+STORED = "stored"
+LOOKUP = "lookup"
+LOAD = "load"
+LEASE = "lease"
 
-VERBS = (RESERVE, PREFILL, DESTINATION, COMMIT, TOKENS, REPLAY, CANCEL, FAIL, HEARTBEAT, PING, ROLL_CALL)
+_TICKET_VERBS = (RESERVE, PREFILL, DESTINATION, COMMIT, TOKENS, REPLAY, CANCEL, FAIL, HEARTBEAT, PING, ROLL_CALL)
+VERBS = (*_TICKET_VERBS, OFFER, STORED, LOOKUP, LOAD, LEASE)
 ROLES = ("gateway", "prefill", "decode", "sidecar", "kvstore")
 _PEER = re.compile(r"[a-z0-9_-]{1,64}")
 
@@ -48,6 +59,10 @@ def subject(role: str, peer: str, verb: str) -> str:
 
 def all_heartbeats() -> str:
     return f"{PREFIX}.*.*.{HEARTBEAT}"
+
+
+def heartbeats_of(role: str) -> str:
+    return subject(role, "any", HEARTBEAT).replace(".any.", ".*.")
 
 
 def hello() -> str:

@@ -32,6 +32,7 @@ from shared.runtime.mistakes import explain
 from shared.runtime.mode import Mode, check_budget
 from shared.runtime.overlap import Overlap
 from shared.runtime.politeness import PolitenessSettings
+from shared.runtime.store_settings import StoreSettings
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -222,7 +223,7 @@ class DecodeSettings(WorkerSettings):
     role: ClassVar[str] = "decode"
 
 
-class KvstoreSettings(CommonSettings):
+class KvstoreSettings(StoreSettings, LinkSettings):  # of several configurations the last one counts
     """A store of blocks."""
 
     role: ClassVar[str] = "kvstore"

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from shared.machines import decode, prefill, request, stepping
+from shared.machines import block, decode, prefill, request, stepping
 from shared.machines.stepping import Cause, Event, IllegalTransition, Outcome
 
 MACHINES: dict[str, tuple[ModuleType, Any]] = {
+    "block": (block, block.Block(3)),
     "decode": (decode, decode.DecodeTicket(1, 3, remote=True)),
     "prefill": (prefill, prefill.PrefillTicket(1, 3)),
     "request": (request, request.Attempt(1, 3)),

@@ -119,9 +119,9 @@ def test_the_cpu_profile_is_the_default() -> None:
         assert SERVICES[service]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
-@pytest.mark.parametrize("service", ["prefill", "decode", "prefill-gpu", "decode-gpu"])
-def test_workers_of_one_host_meet_in_one_volume(service: str) -> None:
-    directory = image_environment("worker")["BATON_IPC_DIR"]
+@pytest.mark.parametrize("service", ["prefill", "decode", "prefill-gpu", "decode-gpu", "kvstore"])
+def test_sidecars_of_one_host_meet_in_one_volume(service: str) -> None:
+    directory = image_environment(SERVICES[service]["build"]["target"])["BATON_IPC_DIR"]
     assert f"ipc:{directory}" in SERVICES[service]["volumes"]
     assert "ipc" in COMPOSE["volumes"]
 
@@ -245,7 +245,7 @@ def test_a_container_names_its_process(role: str, tmp_path: Path) -> None:
     assert seen["argv"] == ["-m", f"services.{role}"]
     assert seen["BATON_NAME"] == f"{role}-host-example_1"
     load_settings(ROLES[role], {"name": seen["BATON_NAME"]})
-    assert seen.get("BATON_TCP_HOST") == ("172.18.0.5" if role in ("prefill", "decode") else None)
+    assert seen.get("BATON_TCP_HOST") == (None if role == "gateway" else "172.18.0.5")
 
 
 def test_a_name_from_outside_is_kept(tmp_path: Path) -> None:

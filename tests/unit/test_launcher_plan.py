@@ -42,7 +42,23 @@ def test_settings_reach_the_processes_they_name() -> None:
     assert env["gateway"]["BATON_GATEWAY_MODEL"] == "m"
     assert env["gateway"]["BATON_GATEWAY_PORT"] == "1"
     assert {value["BATON_DECODE_NAME"] for name, value in env.items() if "decode" in name} == {"decode-0", "decode-1"}
-    assert env["kvstore"] == {"BATON_KVSTORE_NATS_URL": "nats://x", "BATON_KVSTORE_NAME": "kvstore"}
+    assert env["kvstore"] == {
+        "BATON_KVSTORE_NATS_URL": "nats://x",
+        "BATON_KVSTORE_NAME": "kvstore",
+        "BATON_SIDECAR_NATS_URL": "nats://x",
+    }
+
+
+def test_several_stores_have_names_and_directories_of_their_own() -> None:
+    def stores(num: int) -> dict[str, str | None]:
+        options = UpOptions(num_kvstore=num, sets=("kvstore.memory_mib=8",))
+        specs = plan_processes(options, chosen_settings(options), {"state_dir": "/state"})
+        return {one.name: one.env.get("BATON_KVSTORE_DRIVER_WHERE") for one in specs if one.role == "kvstore"}
+
+    assert stores(1) == {"kvstore": None}
+    assert stores(2) == {"kvstore-0": "/state/blocks-kvstore-0", "kvstore-1": "/state/blocks-kvstore-1"}
+    options = UpOptions(num_kvstore=0)
+    assert not [one for one in plan_processes(options, chosen_settings(options), {}) if one.role == "kvstore"]
 
 
 @pytest.mark.parametrize(
