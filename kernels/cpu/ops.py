@@ -14,6 +14,7 @@ from kernels.cpu.linear import linear
 from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
 from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
 from kernels.cpu.sampling import pick, uniform
+from kernels.cpu.units import gather_units, scatter_units
 from kernels.cpu.vectors import has_vectors
 from kernels.packing import FORMATS, pack
 from kernels.reference import FP8_SCALE_BYTES
@@ -26,6 +27,8 @@ class CpuOps:
     rotary_and_store = staticmethod(rotary_and_store)
     paged_attention = staticmethod(paged_attention)
     silu_mul = staticmethod(silu_mul)
+    gather_units = staticmethod(gather_units)
+    scatter_units = staticmethod(scatter_units)
 
 
 KV_TYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": torch.uint8}
