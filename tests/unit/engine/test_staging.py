@@ -104,10 +104,11 @@ class Strict(PinnedMemory):
 def test_no_page_locked_memory_is_touched_while_a_copy_may_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PinnedMemory", Strict)
     staging = Staging(CPU, ReferenceOps(), 100, 700)
-    out, into = (some_moves([64, 100], 6, 10, [1, 2, 3, 8, 0]) for _ in range(2))
+    out, into, again = (some_moves([64, 100], 6, 10, chosen) for chosen in ([1, 2, 3, 8, 0], [9, 4, 7], [3, 5, 6, 0]))
     staging.bring_out(out)
     staging.bring_in(into)
-    for move in out + into:
+    staging.bring_out(again)
+    for move in out + into + again:
         assert torch.equal(move.here[:, move.units], move.there[:, move.units])
     for pinned in staging._pinned:
         pinned.wait()
