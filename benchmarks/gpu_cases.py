@@ -118,6 +118,17 @@ def noise_pages(
     )
 
 
+def scattered_units(
+    unit_bytes: int, device: torch.device, *, tiny: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Arguments of gather_units for 256 MiB, half of a pool's units in no order."""
+    num_layers, total = 8, (1 << 20 if tiny else 1 << 28)
+    chosen = total // (num_layers * unit_bytes)
+    state = torch.zeros(num_layers, 2 * chosen, unit_bytes, dtype=torch.uint8, device=device)
+    units = torch.randperm(2 * chosen, generator=torch.Generator().manual_seed(3))[:chosen].to(device)
+    return state, units, torch.zeros(num_layers, chosen, unit_bytes, dtype=torch.uint8, device=device)
+
+
 def packed_noise(format: str, num_out: int, width: int, seed: int = 0) -> PackedWeight:
     """A weight of random bits, without packing one. num_out: a multiple of PANEL, width of BLOCK."""
     random = np.random.default_rng(seed)

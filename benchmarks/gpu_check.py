@@ -20,6 +20,7 @@ from benchmarks.gpu_kernels import check_flat_ops, check_packed, check_paged, me
 from benchmarks.gpu_models import LLAMA_8B, SMOLLM2_135M, TINY, Geometry
 from benchmarks.gpu_speed import compare_graphs, measure_decode, measure_prefill
 from benchmarks.gpu_stages import Findings, Stage, run_stages
+from benchmarks.gpu_units import check_units, measure_units
 from benchmarks.report import RESULTS, Machine, Row, print_rows, write_rows
 from kernels.ops import get_ops
 from kernels.reference import ReferenceOps
@@ -108,10 +109,12 @@ def make_stages(device: torch.device, *, tiny: bool) -> list[Stage]:
         Stage("flat-ops", 20 * scale, lambda f: check_flat_ops(f, ops, device)),
         Stage("paged-ops", 120 * scale, lambda f: check_paged(f, ops, device, tiny=tiny)),
         Stage("packed-ops", 15 * scale, lambda f: check_packed(f, ops, device)),
+        Stage("unit-ops", 10 * scale, lambda f: check_units(f, ops, device)),
         Stage("graphs", 20 * scale, lambda f: compare_graphs(f, small, padded, device, record, sizes)),
         Stage("engine", 30 * scale, lambda f: check_engine(f, ops, device, record if device.type == "cuda" else None)),
         Stage("decode-small", 30 * scale, lambda f: decode(f, small)),
         Stage("kernel-rates", 40 * scale, lambda f: measure_kernels(f, ops, device, tiny=tiny)),
+        Stage("unit-rates", 20 * scale, lambda f: measure_units(f, ops, device, tiny=tiny)),
         Stage("prefill-small", 10 * scale, lambda f: prefill(f, small)),
         Stage("decode-large", 60 * scale, lambda f: decode(f, large)),
         Stage("prefill-large", 20 * scale, lambda f: prefill(f, large)),

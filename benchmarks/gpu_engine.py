@@ -31,7 +31,7 @@ _SAMPLING = SamplingSpec(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=Tru
 def check_engine(findings: Findings, ops: Ops, device: torch.device, record: Record | None) -> None:
     model = random_model(TINY, ops, device, dtype="float32", kv_dtype="float32")
     prompts = [tuple((7 * k + 31 * number) % 300 for k in range(n)) for number, n in enumerate(_LENGTHS)]
-    answers = asyncio.run(_answers(model, device, record, prompts))
+    answers = asyncio.run(_answers(model, ops, device, record, prompts))
     cpu = torch.device("cpu")
     reference = random_model(TINY, ReferenceOps(), cpu, dtype="float32", kv_dtype="float32")
     for name, tensor in _tensors(model).items():
@@ -46,7 +46,7 @@ def check_engine(findings: Findings, ops: Ops, device: torch.device, record: Rec
 
 
 async def _answers(
-    model: Model, device: torch.device, record: Record | None, prompts: list[tuple[int, ...]]
+    model: Model, ops: Ops, device: torch.device, record: Record | None, prompts: list[tuple[int, ...]]
 ) -> list[list[int]]:
     """All prompts at once; every token of each, the handoff token first."""
     settings = EngineSettings(page_tokens=PAGE_TOKENS, num_pages=128, max_running=8, prefill_chunk=32)
@@ -61,7 +61,7 @@ async def _answers(
 
     pools, engines = [], []
     for _ in range(2):
-        placed, pool = await executor.run(lambda: on_device(model, settings, device, record))
+        placed, pool = await executor.run(lambda: on_device(model, settings, device, record, ops))
         pools.append(pool)
         engines.append(BatchEngine(placed, pool, settings, _Shared(executor), listen))
     p, d = engines

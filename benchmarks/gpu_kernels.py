@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import ACTIVATIONS, KV_KINDS, Heads, Paged, noise_pages, packed_noise, paged
+from benchmarks.gpu_cases import ACTIVATIONS, KV_KINDS, Heads, Paged, noise_pages, packed_noise, paged, scattered_units
 from benchmarks.gpu_stages import Findings
 from benchmarks.report import figure
 from kernels.cuda.traffic import KERNELS
@@ -120,6 +120,9 @@ def _timed_arguments(name: str, device: torch.device, *, tiny: bool) -> list[tup
         weight = packed_noise(name.removeprefix("linear_"), num_out, width)
         rows = (1, 8)
         return [(f"-b{n}", (torch.randn(n, width, device=device), weight)) for n in rows]
+    if name in ("gather_units", "scatter_units"):
+        sizes = {"4k": 1 << 12, "64k": 1 << 16}
+        return [(f"-{label}", scattered_units(size, device, tiny=tiny)) for label, size in sizes.items()]
     if name in ("rms_norm", "add_rms_norm", "silu_mul"):
         x = torch.randn((8, 64) if tiny else (32768, 4096), device=device).to(kind)
         given = {"rms_norm": (x, x[0], 1e-5), "add_rms_norm": (x, x.clone(), x[0], 1e-5), "silu_mul": (x,)}

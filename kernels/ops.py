@@ -7,6 +7,9 @@ values at 1. A row is D floats of any type, or, where the layer is uint8, D fp8 
 (`reference.encode_fp8`). positions are int64, block_tables, query_start and context_lens int32; each sequence has a new
 token.
 
+State that moves is bytes to whoever moves it: a component is uint8 [layers, U units, unit bytes], contiguous, `units`
+int64 [n] beside it, and the buffer uint8 [layers, n, unit bytes]. Some layers of a component are state too.
+
 CUDA graphs have fixed shapes, so their batches are padded. A padding row is a sequence of one token (query_start goes
 on ascending by one) with position -1 and context_len 0: `rotary_and_store` writes nothing into pages for it, and its
 rotated q is undefined; `paged_attention` gives zeros; the other ops treat every row alike. `reference` and `cuda` know
@@ -64,6 +67,12 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [T, 2F] -> [T, F]."""
+
+    def gather_units(self, state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Fills the buffer with these units of each layer, in this order. They must be there: a GPU does not check."""
+
+    def scatter_units(self, state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        """The way back; other units stay as they are. No unit may be there twice."""
 
 
 def get_ops(device: str) -> Ops:

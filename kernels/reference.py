@@ -79,6 +79,12 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def gather_units(self, state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        buffer.copy_(state[:, units])
+
+    def scatter_units(self, state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        state[:, units] = buffer
+
 
 def gather_context(
     kv_layer: torch.Tensor, block_table: torch.Tensor, context_len: int

@@ -40,6 +40,7 @@ INSTANCES = (
     *(instance("attention_decode", "decode_attention", *numbers) for numbers in ATTENTION),
     *(instance("attention_decode", "combine_splits", x) for x in X_TYPES),
     *(instance("attention_prefill", "prefill_attention", *numbers[:3]) for numbers in ATTENTION),
+    *(Kernel("gather", name) for name in ("gather_units", "scatter_units")),
     *(Kernel(name, f"{name}<{rows}>") for name in ("linear_int8", "linear_int4") for rows in (1, 2, 4, 8)),
 )
 """Enough of the kernels to see every type, head size and way through them."""

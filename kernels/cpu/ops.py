@@ -10,6 +10,7 @@ import torch
 
 from kernels.cpu.activation import silu_mul
 from kernels.cpu.attention import paged_attention
+from kernels.cpu.gather import gather_units, scatter_units
 from kernels.cpu.linear import linear
 from kernels.cpu.norm import SERIAL_ROWS, add_rms_norm, rms_norm
 from kernels.cpu.rotary import SERIAL_TOKENS, rotary_and_store
@@ -26,6 +27,8 @@ class CpuOps:
     rotary_and_store = staticmethod(rotary_and_store)
     paged_attention = staticmethod(paged_attention)
     silu_mul = staticmethod(silu_mul)
+    gather_units = staticmethod(gather_units)
+    scatter_units = staticmethod(scatter_units)
 
 
 KV_TYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": torch.uint8}

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kernels.cuda import activation, attention, linear, norm, rotary
+from kernels.cuda import activation, attention, gather, linear, norm, rotary
 from kernels.cuda.launch import Launcher
 from kernels.cuda.traffic import KERNELS
 from kernels.packing import FORMATS, PANEL, PackedWeight, pack
@@ -77,6 +77,12 @@ class CudaOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return activation.silu_mul(self._launcher, gate_up)
 
+    def gather_units(self, state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        gather.gather_units(self._launcher, state, units, buffer)
+
+    def scatter_units(self, state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        gather.scatter_units(self._launcher, state, units, buffer)
+
 
 def warm_up(
     kv_dtype: str = "float32",
@@ -113,6 +119,9 @@ def _step(
     q = ops.rotary_and_store(heads, kv, kv, x[:1, :head_dim], numbers[:-1].long() * 0, kv_layer, tables, numbers)
     ops.paged_attention(q, kv_layer, tables, numbers, ones[:-1], 1.0)
     ops.paged_attention(q, kv_layer, tables[:1], numbers[[0, -1]], numbers[-1:], 1.0)
+    units = torch.zeros(1, 1, 16, dtype=torch.uint8, device=device)
+    ops.gather_units(units, numbers[:1].long(), units.clone())
+    ops.scatter_units(units, numbers[:1].long(), units.clone())
 
 
 @cache

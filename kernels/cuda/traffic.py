@@ -57,6 +57,10 @@ def paged_attention(
     return 2 * q.nbytes + int(context_lens.sum()) * _position_bytes(kv_layer)
 
 
+def moved_units(state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> int:
+    return 2 * buffer.nbytes + units.nbytes
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> int:
     """The output is of x's type. A packed float16 weight is multiplied by torch, as a plain one is."""
     if isinstance(weight, PackedWeight):
@@ -79,6 +83,8 @@ KERNELS = (
     MeasuredKernel("rotary_and_store", "rotary_and_store", rotary_and_store),
     MeasuredKernel("decode_attention", "paged_attention", paged_attention),
     MeasuredKernel("prefill_attention", "paged_attention", paged_attention),
+    MeasuredKernel("gather_units", "gather_units", moved_units),
+    MeasuredKernel("scatter_units", "scatter_units", moved_units),
     MeasuredKernel("linear_int8", "linear", linear),
     MeasuredKernel("linear_int4", "linear", linear),
 )

@@ -3,6 +3,7 @@ steps will need rehearsed before the worker says that it is ready."""
 
 import torch
 
+from kernels.ops import Ops
 from shared.engine.buffers import table_width
 from shared.engine.graphs import DeviceModel, Record, graph_sizes, record_cuda
 from shared.engine.models.base import Batch, Model
@@ -20,7 +21,7 @@ def place(model: Model, settings: EngineSettings, device: str, *, graphs: bool) 
 
 
 def on_device(
-    model: Model, settings: EngineSettings, device: torch.device, record: Record | None
+    model: Model, settings: EngineSettings, device: torch.device, record: Record | None, ops: Ops | None = None
 ) -> tuple[Model, StatePool]:
     """With a recorder computes decode steps of every size, then a prompt as large as the largest step. So kernels are
     compiled, and memory that is too small for the pool beside the model shows now, as a ConfigError. The prompt is the
@@ -30,7 +31,7 @@ def on_device(
     largest = {"chunked": settings.step_tokens, "colocated": longest}.get(settings.mode, settings.max_step_tokens)
     width = table_width(-(-longest // layout.page_tokens))
     try:
-        pool = StagedPool(layout, device)
+        pool = StagedPool(layout, device, ops)
         placed = DeviceModel(model, device, pool.tensors, graph_sizes(settings.max_running), width, record)
         prompt = one_prompt(min(largest, longest, layout.num_pages * layout.page_tokens), layout.page_tokens)
         placed.forward(prompt, pool.tensors).cpu()

@@ -47,7 +47,7 @@ def batch_over(memory: torch.Tensor, shape: Shape) -> Batch:
 
 
 class PinnedMemory:
-    """Host memory that a device copies from by itself. `wait` before writing to it: a copy may be under way."""
+    """Host memory that a device copies from and to by itself. `wait` before touching it: a copy may be under way."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -61,6 +61,14 @@ class PinnedMemory:
     def send(self, target: torch.Tensor) -> None:
         """Starts the copy of as many words as `target` has, on the current stream."""
         target.copy_(self.words[: len(target)], non_blocking=True)
+        self._mark()
+
+    def fetch(self, source: torch.Tensor, at: int) -> None:
+        """Starts the copy of all of `source` to the words from `at` on, on the current stream."""
+        self.words[at : at + len(source)].copy_(source, non_blocking=True)
+        self._mark()
+
+    def _mark(self) -> None:
         if self._sent is not None:
             self._sent.record()
 

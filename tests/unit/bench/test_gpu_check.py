@@ -39,7 +39,9 @@ def test_a_whole_run_measures_everything_and_finds_nothing_wrong(
         assert rows[name]["value"] > 0
     kernels = [row for name, row in rows.items() if name.startswith("kernel-")]
     assert {row["against"] for row in kernels} == {rows["copy"]["value"]}
-    assert len(kernels) == 3 + 3 * 2 + 2 * 2
+    assert len(kernels) == 3 + 3 * 2 + 2 * 2 + 2 * 2
+    for way in ("gather", "scatter", "bring-out", "bring-in"):
+        assert rows[f"{way}-64k"]["against"] > 0
     assert "trial run" in rows["copy"]["machine"]["gpu"]
     text = docs.read_text()
     assert text.startswith("# GPUs\n\n## Results\n\nno GPU: a trial run on the CPU")
@@ -81,6 +83,21 @@ def _no_bias(ops: Any) -> None:
     ops.linear = lambda x, weight, bias=None: right(x, weight)
 
 
+def _no_tail(ops: Any) -> None:
+    right = ops.gather_units
+
+    def wrong(state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
+        right(state, units, buffer)
+        buffer[..., buffer.shape[2] // 16 * 16 :] = 0
+
+    ops.gather_units = wrong
+
+
+def _next_unit(ops: Any) -> None:
+    right = ops.scatter_units
+    ops.scatter_units = lambda state, units, buffer: right(state, units ^ 1, buffer)
+
+
 @pytest.mark.parametrize(
     ("spoil", "stage", "what"),
     [
@@ -89,6 +106,9 @@ def _no_bias(ops: Any) -> None:
         (_unrotated, "paged-ops", "rotary"),
         (_no_scale, "flat-ops", "rms_norm bfloat16"),
         (_no_bias, "packed-ops", "linear int4"),
+        (_no_tail, "unit-ops", "gather units of 15"),
+        (_next_unit, "unit-ops", "scatter units of 4096"),
+        (_next_unit, "unit-ops", "brought in units of 4096"),
         (_unrotated, "engine", "engine: token"),
     ],
 )
@@ -154,6 +174,6 @@ def test_a_stage_that_breaks_is_wrong_and_the_others_run() -> None:
 
 
 def test_correctness_comes_before_speed() -> None:
-    assert STAGES[:5] == ["flat-ops", "paged-ops", "packed-ops", "graphs", "engine"]
+    assert STAGES[:6] == ["flat-ops", "paged-ops", "packed-ops", "unit-ops", "graphs", "engine"]
     whole = gpu_check.make_stages(torch.device("cpu"), tiny=False)
     assert sum(stage.expected_s for stage in whole) <= gpu_check.BUDGET_S

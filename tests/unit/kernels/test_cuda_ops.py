@@ -161,6 +161,9 @@ def test_traffic_counts_what_a_call_must_move() -> None:
     assert num_bytes["rms_norm"](x, weight, 1e-5) == (2 + 2 + 1) * 64 * 4
     assert num_bytes["add_rms_norm"](x, x, weight, 1e-5) == (4 * 2 + 1) * 64 * 4
     assert num_bytes["silu_mul"](x) == (128 + 64) * 4
+    units = torch.zeros(3, dtype=torch.int64)
+    state, buffer = (torch.zeros(2, count, 16, dtype=torch.uint8) for count in (5, 3))
+    assert num_bytes["gather_units"](state, units, buffer) == 2 * 2 * 3 * 16 + 3 * 8
     packed = pack(np.zeros((32, 64), np.float32), "int8")
     assert num_bytes["linear_int8"](x, packed) == 2 * 64 * 4 + 32 * 64 + 32 * 4 + 2 * 32 * 4
     batch = make_paged([(1, 5), (1, 7)], page_tokens=4, num_kv_heads=2, group=3, head_dim=8, kv_dtype="fp8")
