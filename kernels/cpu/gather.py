@@ -1,11 +1,8 @@
 """Units of a pool into one buffer and back, by the copies that links make."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from kernels.cpu.units import Units
+from kernels.cpu.units import Units
 
 
 def gather_units(state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -20,15 +17,11 @@ def scatter_units(state: torch.Tensor, units: torch.Tensor, buffer: torch.Tensor
     copy_units(_chosen(state, units), _whole(buffer))
 
 
-def _chosen(state: torch.Tensor, units: torch.Tensor) -> "Units":
-    from kernels.cpu.units import Units
-
+def _chosen(state: torch.Tensor, units: torch.Tensor) -> Units:
     num_layers, num_units, unit_bytes = state.shape
     return Units(state.view(-1).numpy(), units.numpy(), unit_bytes, 0, num_units * unit_bytes, num_layers)
 
 
-def _whole(buffer: torch.Tensor) -> "Units":
-    from kernels.cpu.units import Units
-
+def _whole(buffer: torch.Tensor) -> Units:
     num_layers, num_units, unit_bytes = buffer.shape
     return Units.contiguous(buffer.view(-1).numpy(), num_units, unit_bytes, num_layers)
