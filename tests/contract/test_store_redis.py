@@ -338,7 +338,7 @@ async def test_a_server_that_is_away_is_not_tried_again_at_once(valkey: NowAndTh
 async def test_closing_ends_what_is_under_way(valkey: NowAndThen) -> None:
     server = valkey()
     relay = Relay(server.port, up=1 << 20)
-    async with relay.open(), opened(server.url(port=relay.port)) as driver:
+    async with relay.open(), opened(server.url("timeout_s=200", port=relay.port)) as driver:
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             putting = group.create_task(attempt(put_bytes(driver, key_of(1), payload(LARGE, 1))))
             await relay.held.wait()
