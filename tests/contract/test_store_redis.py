@@ -266,7 +266,13 @@ async def test_a_value_of_another_length_is_never_listed_nor_served(valkey: NowA
 
 async def test_what_is_not_ours_is_let_alone(valkey: NowAndThen) -> None:
     server, key = valkey(), key_of(1)
-    names = (b"baton:%d:other" % VERSION, name_of(key_of(2)).upper(), name_of(key_of(3)) + b"00", b"baton:x", b"x")
+    names = (
+        b"baton:%d:other" % VERSION,
+        b"baton:%d:%b" % (VERSION, key_of(2).hex().upper().encode()),
+        name_of(key_of(3)) + b"00",
+        b"baton:x",
+        b"x",
+    )
     async with opened(server.url()) as driver:
         await put_bytes(driver, key, b"x" * 100)
         for name in names:
@@ -276,8 +282,9 @@ async def test_what_is_not_ours_is_let_alone(valkey: NowAndThen) -> None:
         assert await get_bytes(driver, key_of(4), 100) is None
         assert await get_bytes(driver, key_of(2), 100) is None
         assert [server.ask(b"EXISTS", name) for name in (*names, name_of(key_of(4)))] == [1] * 6
-    async with opened(server.url("prefix=other:")) as driver:
-        assert await listed(driver) == {}
+    async with opened(server.url()) as again, opened(server.url("prefix=other:")) as other:
+        assert again.usage()[0] == HEADER_BYTES + 100
+        assert await listed(other) == {}
 
 
 async def test_several_databases_and_a_unix_socket(valkey: NowAndThen) -> None:
@@ -331,7 +338,7 @@ async def test_a_server_that_is_away_is_not_tried_again_at_once(valkey: NowAndTh
 async def test_closing_ends_what_is_under_way(valkey: NowAndThen) -> None:
     server = valkey()
     relay = Relay(server.port, up=1 << 20)
-    async with relay.open(), opened(server.url(port=relay.port)) as driver:
+    async with relay.open(), opened(server.url("timeout_s=200", port=relay.port)) as driver:
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             putting = group.create_task(attempt(put_bytes(driver, key_of(1), payload(LARGE, 1))))
             await relay.held.wait()

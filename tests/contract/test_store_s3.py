@@ -215,8 +215,9 @@ async def test_what_is_not_ours_is_let_alone(weed: Weed, prefix: str) -> None:
             await obstore.put_async(store, name, b"theirs")
         assert set(await listed(driver)) == {key}
         assert await names_behind(store) == names | {key.hex()}
-    async with opened(weed.url(f"{prefix}-other")) as driver:
-        assert await listed(driver) == {}
+    async with opened(weed.url(prefix)) as again, opened(weed.url(f"{prefix}-other")) as other:
+        assert again.usage()[0] == HEADER_BYTES + 100
+        assert await listed(other) == {}
 
 
 @needs_server
