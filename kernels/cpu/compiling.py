@@ -28,12 +28,6 @@ def inlined(function: F) -> F:
     return part  # type: ignore[no-any-return]
 
 
-def inlined_exactly(function: F) -> F:
-    """A part of a kernel of which every operation rounds on its own and in its place, but for fused products."""
-    part: Any = numba.njit(**{**OPTIONS, "cache": False, "fastmath": False})(function)
-    return part  # type: ignore[no-any-return]
-
-
 def compiled_for_one_thread(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """A kernel compiled at once (cached on disk) that runs on the calling thread, without the GIL. Many threads may
     call it at the same time. Its arguments are converted to what the signature says."""

@@ -5,12 +5,15 @@ A row's squares are summed in an order that is written out here. Left to the com
 for one thread and another in the kernel for all of them, and a row would depend on how many there are.
 """
 
+from typing import Any
+
+import numba
 import numpy as np
 import torch
 from numba import carray, prange  # type: ignore[attr-defined]
 
 from kernels.cpu.arrays import floats_at
-from kernels.cpu.compiling import inlined_exactly
+from kernels.cpu.compiling import OPTIONS, F
 from kernels.cpu.kv_rows import load, store
 from kernels.cpu.threads import compiled_exactly
 from kernels.cpu.vector import LANES, add, add_product, multiply, splat, total, zeros
@@ -19,6 +22,12 @@ from kernels.reference import ReferenceOps
 SERIAL_ROWS = 32
 _ABREAST = 4 * LANES
 """Sums that are made side by side, or each would wait for the one before."""
+
+
+def _inlined_exactly(function: F) -> F:
+    """A part of a kernel of which every operation rounds in its place, but for products that are fused with sums."""
+    part: Any = numba.njit(**{**OPTIONS, "cache": False, "fastmath": False})(function)
+    return part  # type: ignore[no-any-return]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,7 +53,7 @@ def add_rms_norm(
     return torch.from_numpy(out), torch.from_numpy(summed)
 
 
-@inlined_exactly
+@_inlined_exactly
 def _normed(x: np.ndarray, at: int, width: int, weight: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
     """x[at : at + width], a row, to the same place of `out`."""
     a, b, c, d = zeros(), zeros(), zeros(), zeros()
@@ -69,7 +78,7 @@ def _normed(x: np.ndarray, at: int, width: int, weight: np.ndarray, eps: np.floa
         out[i] = x[i] * factor * weight[i - at]
 
 
-@inlined_exactly
+@_inlined_exactly
 def _added(x: np.ndarray, y: np.ndarray, at: int, width: int, out: np.ndarray) -> None:
     """A row of x + y to the same place of `out`."""
     whole = at + width - width % LANES
