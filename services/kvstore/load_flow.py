@@ -15,7 +15,7 @@ from shared.protocol.store_messages import LoadReply, LoadStatus
 from shared.runtime.errors import BatonError, PeerLost, ProtocolError, StoreError, StoreFull
 from shared.runtime.scope import until
 from shared.transfer.classes import Standing, TrafficClass
-from shared.transfer.control import digests_of
+from shared.transfer.link import digests_of
 
 _BATCH_BYTES = 16 << 20
 _ROOM_POLL_S = 0.005

@@ -15,7 +15,7 @@ from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
 from shared.store.namespaces import bytes_of_blocks, layout_of, name_of
 from shared.transfer.link import Piece, TicketKey
-from shared.transfer.pool import Pool, Run, create_pool
+from shared.transfer.pool import Pool, create_pool
 from shared.transfer.sidecar_link import SidecarLink
 from shared.transfer.sidecar_options import SidecarOptions
 
@@ -88,8 +88,9 @@ class Namespace:
         found = []
         for k, component in enumerate(self.layout.components):
             if component.index is IndexKind.PAGE:
-                run = Run(k, (unit,), component.unit_tokens)
-                found += [view for layer in range(component.num_layers) for view in self.pool.views(run, layer)]
+                plane = self.pool.plane(k)
+                starts = (plane.base(layer) + unit * plane.unit_bytes for layer in range(plane.num_layers))
+                found += [self.pool.bytes[start : start + plane.unit_bytes] for start in starts]
         return found
 
     async def digests(self, units: Sequence[int]) -> list[bytes]:

@@ -20,7 +20,6 @@ from shared.protocol.messages import (
     Commit,
     CommitReply,
     CommitStatus,
-    ComponentDigest,
     Destination,
     FirstToken,
     PrefillTimings,
@@ -44,7 +43,7 @@ from shared.runtime.overlap import Overlap, choose_cut
 from shared.runtime.scope import until
 from shared.transfer.classes import Standing, TrafficClass
 from shared.transfer.formats.agree import ran
-from shared.transfer.link import Link, OwnSidecarLost
+from shared.transfer.link import Link, OwnSidecarLost, digests_of
 from shared.worker.notices import tell_failure
 
 
@@ -247,7 +246,7 @@ async def _commit_record(
         prefill=p.deps.peer,
         prompt_len=len(ticket.order.prompt),
         first=first,
-        components=tuple(ComponentDigest(name=c.name, num_bytes=c.num_bytes, digest=c.digest) for c in receipt),
+        components=digests_of(receipt),
         wire_format=ran(on_wire),
         on_wire=on_wire,
         timings=timings,

@@ -163,7 +163,8 @@ class Verdict(WireModel):
 
 class Destination(TicketMessage):
     """D to P: where the state goes. Which physical pages is known to D's sidecar alone. held_len: so many positions of
-    the prompt D has in its pages already; their rows are not sent."""
+    the prompt D has in its pages already; their rows are not sent, but for those that share a page of P's with rows
+    that D lacks."""
 
     kind: Literal["destination"] = "destination"
     v: Literal[1] = 1

@@ -34,9 +34,8 @@ from shared.store.namespaces import spec_of
 from shared.store.placement import asked, homes
 from shared.store.runs import BlockRun, Found, PutOutcome
 from shared.transfer.classes import Standing, TrafficClass
-from shared.transfer.control import digests_of
 from shared.transfer.formats.catalog import EXACT
-from shared.transfer.link import Link, Piece, TicketKey
+from shared.transfer.link import Link, Piece, TicketKey, digests_of
 
 _BACKGROUND = Standing(TrafficClass.BACKGROUND)
 _CANCEL_S = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.protocol.messages import LinkAddress, OnWire
+from shared.protocol.messages import ComponentDigest, LinkAddress, OnWire
 from shared.protocol.packing import PackedUnits
 from shared.runtime.errors import PeerLost
 from shared.transfer.classes import HANDOFF, Standing
@@ -61,6 +61,11 @@ class ComponentReceipt:
 
 Receipt = tuple[ComponentReceipt, ...]
 """One entry for each component of the layout, in its order; a component nothing was moved of has 0 bytes."""
+
+
+def digests_of(receipt: Receipt) -> tuple[ComponentDigest, ...]:
+    """As it goes over the wire."""
+    return tuple(ComponentDigest(name=one.name, num_bytes=one.num_bytes, digest=one.digest) for one in receipt)
 
 
 class OwnSidecarLost(PeerLost):

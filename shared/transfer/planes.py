@@ -73,12 +73,6 @@ class Plane:
         """Where unit 0 of a layer begins."""
         return self.offset + layer * self.layer_bytes
 
-    def rows(self, layer: int, unit: int, num_rows: int) -> list[tuple[int, int]]:
-        """Byte ranges of the first rows of a unit, one for each segment."""
-        start = self.base(layer) + unit * self.unit_bytes
-        step, size = self.unit_tokens * self.row_bytes, num_rows * self.row_bytes
-        return [(start + k * step, start + k * step + size) for k in range(self.segments)]
-
     def first_rows(self, flat: np.ndarray, layers: range, unit: int, num_rows: int) -> np.ndarray:
         """Those rows of a unit in several layers, [layers, segments, bytes]; shares memory with the pool."""
         end = self.offset + self.num_layers * self.layer_bytes

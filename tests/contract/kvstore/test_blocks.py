@@ -23,8 +23,7 @@ from shared.protocol.store_messages import (
 from shared.runtime.errors import BatonError, Corrupt
 from shared.runtime.ids import new_room
 from shared.store.runs import BlockRun
-from shared.transfer.control import digests_of
-from shared.transfer.link import TicketKey
+from shared.transfer.link import TicketKey, digests_of
 from tests.contract.kvstore.world import (
     BLOCK_BYTES,
     DEADLINE_S,

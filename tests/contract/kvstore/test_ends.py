@@ -16,8 +16,7 @@ from shared.protocol.store_messages import (
 )
 from shared.runtime.errors import StoreUnavailable, TransferError, UnknownRoom
 from shared.store.runs import BlockRun
-from shared.transfer.control import digests_of
-from shared.transfer.link import TicketKey
+from shared.transfer.link import TicketKey, digests_of
 from tests.contract.kvstore.world import (
     DEADLINE_S,
     Ends,
