@@ -228,9 +228,8 @@ def _refusal(reply: DestinationReply) -> BatonError:
 
 
 def _ended_at_first(ticket: DecodeTicket, record: Commit) -> bool:
-    """Every choice that P's token is for ends with it, and there are no others."""
-    waiting = [first for first in record.first if first.choice not in ticket.past.finished]
-    return all(first.finish is not None and not ticket.choices[first.choice].start for first in waiting)
+    """The handoff tokens end it: there is no state to wait for. Where a choice goes on P has sent all of it."""
+    return not any(ticket.past.outputs) and all(first.finish is not None for first in record.first)
 
 
 async def _release(d: DecodeFlow, ticket: DecodeTicket) -> None:

@@ -126,9 +126,16 @@ class Stage:
         return self.cluster.prefills[0]
 
     def orders(
-        self, d: Worker, cut: Cut, *, local: bool = False, computed: tuple[int, ...] | None = None, **more: Any
+        self,
+        d: Worker,
+        cut: Cut,
+        *,
+        local: bool = False,
+        computed: tuple[int, ...] | None = None,
+        resumed: bool = True,
+        **more: Any,
     ) -> tuple[Reserve, Prefill]:
-        """computed: what P is told to compute, where that is to be something else than what belongs there."""
+        """computed, resumed: what P is told, where that is to be something else than what belongs there."""
         past, room = cut.past, next(self.scribe.numbers)
         self.scribe.heard[room] = Heard()
         shared: dict[str, Any] = {"room": room, "generation": 1, "request_id": "req", "gateway": self.scribe.peer}
@@ -137,7 +144,7 @@ class Stage:
         history: dict[str, Any] = {"history": past.outputs, "finished": past.finished} | more
         reserve = Reserve(prompt=cut.prompt, prefill=prefill, **shared, **history)
         prompt = computed or past.trunk(cut.prompt)
-        return reserve, Prefill(prompt=prompt, decode=d.peer, resumed=any(cut.at), **shared)
+        return reserve, Prefill(prompt=prompt, decode=d.peer, resumed=resumed and any(cut.at), **shared)
 
     async def begin(self, d: Worker, cut: Cut, **more: Any) -> int:
         """The ticket's room; both workers have said yes."""
@@ -180,9 +187,13 @@ def on_stage(scenario: Callable[[Stage], Coroutine[Any, Any, None]], **sizes: An
     run_virtual(run())
 
 
-@pytest.mark.parametrize("overlap", ["chunks", "layers"])
-@pytest.mark.parametrize("at", [1, 2, 6, 13, 19])
-def test_one_choice_goes_on_from_the_state_of_all_but_its_last_token(at: int, overlap: str) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [{"overlap": "layers"}, {"optimistic_attempts": 1}, {"prefill_page_tokens": 8, "growth_tokens": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("at", [1, 2, 6, 19])
+def test_one_choice_goes_on_from_the_state_of_all_but_its_last_token(at: int, sizes: dict[str, Any]) -> None:
     async def scenario(stage: Stage) -> None:
         cut = await stage.cut(prompt_of(9), PENALTIES, at)
         d = stage.cluster.decodes[1]
@@ -195,7 +206,7 @@ def test_one_choice_goes_on_from_the_state_of_all_but_its_last_token(at: int, ov
         assert timings.prefill_s > 0
         assert all(num_bytes for _, num_bytes in timings.bytes)
 
-    on_stage(scenario, overlap=overlap)
+    on_stage(scenario, **sizes)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["remote", "local"])
@@ -229,23 +240,41 @@ def test_without_p_d_computes_what_was_given_out_as_well(at: int) -> None:
     on_stage(scenario)
 
 
-def test_ps_own_token_ends_nothing() -> None:
-    """P draws without the penalties for what was given out. That its token would stop the text is nobody's concern."""
+async def cut_where_ps_own_token_would_end_it(stage: Stage) -> Cut:
+    """P draws without the penalties for what was given out, and its token is a stop token of the request."""
+    cut = await stage.cut(prompt_of(9), PENALTIES, 0)
+    tokens, one = [token for _, token, *_ in cut.whole[0]], PENALTIES.model_copy(update={"max_tokens": 1})
+    for at in range(2, 20):
+        cut = replace(cut, at=(at,))
+        [[drawn]] = undivided(cut.past.trunk(cut.prompt), one)
+        if drawn not in tokens:
+            return replace(cut, sampling=PENALTIES.model_copy(update={"stop_token_ids": (drawn,)}))
+    raise AssertionError("P draws nothing else than the request did")
 
+
+def test_ps_own_token_ends_nothing() -> None:
     async def scenario(stage: Stage) -> None:
-        cut = await stage.cut(prompt_of(9), PENALTIES, 0)
-        tokens = [token for _, token, *_ in cut.whole[0]]
-        one = PENALTIES.model_copy(update={"max_tokens": 1})
-        for at in range(2, 20):
-            cut = replace(cut, at=(at,))
-            [[drawn]] = undivided(cut.past.trunk(cut.prompt), one)
-            if drawn not in tokens:
-                break
-        assert drawn not in tokens
+        cut = await cut_where_ps_own_token_would_end_it(stage)
         d = stage.cluster.decodes[1]
-        heard = await stage.go_on(d, replace(cut, sampling=PENALTIES.model_copy(update={"stop_token_ids": (drawn,)})))
+        heard = await stage.go_on(d, cut)
         assert heard.given(d.peer, 1) == cut.rest
         assert all(num_bytes for _, num_bytes in heard.timings[0].bytes)
+
+    on_stage(scenario)
+
+
+def test_state_that_was_never_sent_is_missed_whatever_ps_token_says() -> None:
+    """P was not told that the request is resumed: to it all is over, and D has nothing to go on from."""
+
+    async def scenario(stage: Stage) -> None:
+        cut = await cut_where_ps_own_token_would_end_it(stage)
+        d = stage.cluster.decodes[1]
+        room = await stage.begin(d, cut, resumed=False)
+        heard = stage.scribe.heard[room]
+        await stage.scribe.until(lambda: bool(heard.fails))
+        assert heard.fails[0].code == "corrupt_state"
+        assert heard.given(d.peer, 1) == [[]]
+        await stage.cluster.settle()
 
     on_stage(scenario)
 

@@ -147,7 +147,7 @@ async def test_one_that_got_far_in_a_small_pool_is_taken_by_another_such() -> No
         assert await go_on_local(bench, KEY, cut) == cut.rest
     longer = cut.sampling.model_copy(update={"max_tokens": 100})
     async with running(num_pages=6, page_tokens=4, growth_tokens=64) as bench:
-        assert bench.engine.wanted(cut.prompt, longer, decodes=True, past=cut.past) == (6, 1)
+        assert bench.engine.wanted(cut.prompt, longer, decodes=True, past=Past(((1,) * 15,))) == (6, 1)
         with pytest.raises(InvalidRequest, match="needs 7 pages"):
             bench.engine.reserve(KEY, cut.prompt, longer, decodes=True, past=Past(((1,) * 16,)))
         bench.engine.reserve(OLD, (1,), SamplingSpec(max_tokens=2), decodes=True)
