@@ -109,7 +109,7 @@ async def test_a_lost_component_changes_the_tokens(length: int, component: int) 
 async def test_the_handoff_token_stands_at_exactly_the_prompt_length(length: int, shift: int) -> None:
     def misplace(bench: EngineBench, first: list[FirstToken]) -> None:
         [group] = [g for key, g in bench.engine._scheduler.groups.items() if key == KEY]
-        group.prompt = (*group.prompt, 0) if shift > 0 else group.prompt[:-1]
+        group.prompt = group.trunk = (*group.prompt, 0) if shift > 0 else group.prompt[:-1]
 
     assert await handed_over(length, spoil=misplace) != alone(length)
 
