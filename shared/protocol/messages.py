@@ -128,6 +128,11 @@ class Reserve(TicketMessage):
     """How old the request is: who has waited longest comes first, among those of its priority."""
     priority: Priority = 0
     kv_precision: KvPrecision = "lossless"
+    history: Annotated[tuple[PackedInts, ...], Field(max_length=MAX_CHOICES)] = ()
+    """Tokens each choice has given out already, the handoff token first; empty: a new request. D goes on after them and
+    never samples them again."""
+    finished: Annotated[tuple[Index, ...], Field(max_length=MAX_CHOICES)] = ()
+    """Choices of `history` that are over; they are not continued."""
 
 
 class Prefill(TicketMessage):
@@ -146,6 +151,8 @@ class Prefill(TicketMessage):
     """How old the request is: who has waited longest comes first, among those of its priority."""
     priority: Priority = 0
     kv_precision: KvPrecision = "lossless"
+    resumed: bool = False
+    """The client has the first tokens already: D replays them, so P's own are not told to anybody and end nothing."""
 
 
 class Verdict(WireModel):
