@@ -97,7 +97,7 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
             if cause is None:
                 return ReplayReply(status=ReplayStatus.UNKNOWN)
         each = max(1, _REPLAY_TOKENS // max(1, len(wanted.wanted)))
-        parts = tuple(_cut(entries[c], k, k + each) for c, k in wanted.wanted if c < len(entries))
+        parts = tuple(_cut(entries[c], k, each) for c, k in wanted.wanted if c < len(entries))
         if cause is None:
             return ReplayReply(status=ReplayStatus.LIVE, entries=parts)
         if not cause.failed:
@@ -131,8 +131,15 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
                 ticket.end("peer_lost", reason, by="decode")
 
 
-def _cut(entry: TokenEntry, start: int, end: int) -> TokenEntry:
-    """Tokens [start, end) of an entry that begins at 0; the finish belongs to the last token of all."""
-    finish = entry.finish if end >= len(entry.tokens) else None
-    part = {"index": start, "tokens": entry.tokens[start:end], "logprobs": entry.logprobs[start:end], "finish": finish}
+def _cut(entry: TokenEntry, index: int, count: int) -> TokenEntry:
+    """At most `count` tokens of an entry, from token `index` on or from the entry's first; the finish belongs to the
+    last token of all."""
+    skipped = max(0, index - entry.index)
+    end = skipped + count
+    part = {
+        "index": entry.index + skipped,
+        "tokens": entry.tokens[skipped:end],
+        "logprobs": entry.logprobs[skipped:end],
+        "finish": entry.finish if end >= len(entry.tokens) else None,
+    }
     return entry.model_copy(update=part)

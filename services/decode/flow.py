@@ -78,7 +78,7 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                     await _publish_destination(d, ticket)
                     record = await _await_record(d, ticket)
                     _check_record(ticket, record)
-                    if not _ended_at_first(record):
+                    if not _ended_at_first(ticket, record):
                         _check_complete(d, ticket, record)
                         await _await_bytes(d, ticket, record)
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
@@ -159,12 +159,10 @@ async def _await_record(d: DecodeFlow, ticket: DecodeTicket) -> Commit:
 
 
 def _check_record(ticket: DecodeTicket, record: Commit) -> None:
-    """Raises ProtocolError unless it speaks of this prompt, has token 0 of each choice, and names no wire format that
-    was not asked for."""
-    if record.prompt_len != len(ticket.order.prompt):
-        raise ProtocolError(
-            f"the record speaks of {record.prompt_len} tokens, the prompt has {len(ticket.order.prompt)}"
-        )
+    """Raises ProtocolError unless it speaks of this prompt (and what a single choice has had since), has token 0 of
+    each choice, and names no wire format that was not asked for."""
+    if record.prompt_len != ticket.state_len:
+        raise ProtocolError(f"the record speaks of {record.prompt_len} tokens, and {ticket.state_len} are handed over")
     if [first.choice for first in record.first] != list(range(len(ticket.choices))):
         raise ProtocolError(f"the record has not one token for each of {len(ticket.choices)} choices, in order")
     formats = {record.wire_format, *(one.wire_format for one in record.on_wire)}
@@ -196,7 +194,8 @@ async def _await_bytes(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> N
 
 
 def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
-    """Commits (this starts the group and answers P) and passes token 0 on, whether or not P's own message got there."""
+    """Commits (this starts the group and answers P) and passes token 0 on, whether or not P's own message got there. A
+    choice that had one already keeps it; its entry, empty yet, says that D has taken over."""
     now = d.deps.clock.now()
     ticket.timings = ticket.timings.model_copy(
         update={
@@ -212,7 +211,7 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "backend_asked": record.timings.backend_asked,
         }
     )
-    for first in record.first:
+    for first in record.first:  # the log takes what comes next, and that is token 0 only where there was none before
         ticket.log(TokenOut(ticket.key, first.choice, 0, first.token, first.logprob, first.finish))
     if ticket.all_done.is_set():  # the handoff tokens ended it: nothing to start, P may let go
         ticket.commit_answer.set_result(CommitReply(status=CommitStatus.COMMITTED))
@@ -228,8 +227,10 @@ def _refusal(reply: DestinationReply) -> BatonError:
     return error
 
 
-def _ended_at_first(record: Commit) -> bool:
-    return all(first.finish is not None for first in record.first)
+def _ended_at_first(ticket: DecodeTicket, record: Commit) -> bool:
+    """Every choice that P's token is for ends with it, and there are no others."""
+    waiting = [first for first in record.first if first.choice not in ticket.past.finished]
+    return all(first.finish is not None and not ticket.choices[first.choice].start for first in waiting)
 
 
 async def _release(d: DecodeFlow, ticket: DecodeTicket) -> None:

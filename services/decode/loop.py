@@ -39,7 +39,7 @@ class TokenOutbox:
             if ticket is None or not ticket.log(out):
                 self._deps.counters.add("tokens_dropped")
                 continue
-            if out.index == 0:
+            if not ticket.timed:
                 self._time_prompt(ticket)
             self.send_from(ticket, out.index, out.choice)
         for failure in output.failed:
@@ -53,7 +53,7 @@ class TokenOutbox:
                 ticket.apply(machine.Resumed(key.generation))
 
     def _time_prompt(self, ticket: DecodeTicket) -> None:
-        """The engine has drawn token 0, so the prompt was computed here."""
+        """The engine has drawn the ticket's first token and nothing was handed over: the prompt was computed here."""
         now = self._deps.clock.now()
         begun_at = self._begun_at(ticket.key) or now
         told = {"queue_s": begun_at - ticket.granted_at, "prefill_s": now - begun_at}
@@ -67,7 +67,8 @@ class TokenOutbox:
             earlier = pending.get((ticket.key.room, number))
             start = index if earlier is None else min(index, earlier.index)
             pending[ticket.key.room, number] = ticket.entry(number, start)
-        if index == 0:
+        if not ticket.timed:
+            ticket.timed = True
             self._timings.setdefault(gateway, {})[ticket.key.room] = ticket.timings
         self._wake.set()
 

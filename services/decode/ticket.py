@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from shared.engine.api import TokenOut
+from shared.engine.api import Past, TokenOut
 from shared.machines import decode as machine
 from shared.protocol.messages import (
     Commit,
@@ -23,12 +23,19 @@ from shared.worker.tickets import LiveTicket
 
 @dataclass(slots=True)
 class ChoiceLog:
-    """The tokens of one choice from index 0 on; kept until the ticket's tombstone goes, for replays."""
+    """The tokens of one choice from index `start` on, where those end that it had before it came here; kept until the
+    ticket's tombstone goes, for replays."""
 
+    start: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     stopped: bool = False
+
+    @property
+    def end(self) -> int:
+        """The index of the token that comes next."""
+        return self.start + len(self.tokens)
 
     @property
     def done(self) -> bool:
@@ -36,21 +43,25 @@ class ChoiceLog:
 
 
 class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
-    """secret: what a peer must know to write. held_len: positions of the prompt that are in its pages already, whole
-    pages; who finds some there says so before the destination is sent. record, commit_answer: P's word and ours.
-    all_done: no choice is left."""
+    """secret: what a peer must know to write. state_len: positions whose state is handed over. held_len: those of them
+    that are in its pages already, whole pages; who finds some there says so before the destination is sent. record,
+    commit_answer: P's word and ours. all_done: no choice is left. timed: the timings are on their way to the gateway.
+    """
 
     def __init__(self, order: Reserve, clock: Clock, counters: Counters, secret: bytes) -> None:
         state = machine.DecodeTicket(order.room, order.generation, remote=order.prefill is not None)
         super().__init__(order, state, machine.step, clock, counters)
         self.secret = secret
+        self.past = past = Past(order.history, order.finished)
+        self.state_len = len(past.trunk(order.prompt))
         self.held_len = 0
         self.record: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.commit_answer: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
         self.all_done = asyncio.Event()
-        self.choices = [ChoiceLog() for _ in range(order.sampling.n)]
+        starts = [len(tokens) for tokens in past.outputs] or [0] * order.sampling.n
+        self.choices = [ChoiceLog(start, stopped=k in past.finished) for k, start in enumerate(starts)]
         self.filling_at: float | None = None
-        self.timings = TicketTimings()
+        self.timings, self.timed = TicketTimings(), False
         self._clock = clock
 
     def first_bytes(self, _key: TicketKey) -> None:
@@ -60,7 +71,7 @@ class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
     def log(self, out: TokenOut) -> bool:
         """Adds a token to its choice; False where it is not the next one (it is then dropped)."""
         choice = self.choices[out.choice]
-        if out.index != len(choice.tokens) or choice.done:
+        if out.index != choice.end or choice.done:
             return False
         choice.tokens.append(out.token)
         if out.logprob is not None:
@@ -85,15 +96,16 @@ class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
         )
 
     def entry(self, choice: int, index: int) -> TokenEntry:
-        """Choice `choice` from token `index` on, as it goes to the gateway."""
+        """Choice `choice` from token `index` on, or from the first that it had here, as it goes to the gateway."""
         log = self.choices[choice]
+        skipped = max(0, index - log.start)
         return TokenEntry(
             room=self.key.room,
             generation=self.key.generation,
             choice=choice,
-            index=index,
-            tokens=tuple(log.tokens[index:]),
-            logprobs=tuple(log.logprobs[index:]),
+            index=log.start + skipped,
+            tokens=tuple(log.tokens[skipped:]),
+            logprobs=tuple(log.logprobs[skipped:]),
             finish=log.finish,
         )
 

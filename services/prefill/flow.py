@@ -23,6 +23,7 @@ from shared.protocol.messages import (
     ComponentDigest,
     Destination,
     FirstToken,
+    Prefill,
     PrefillTimings,
     Replay,
     ReplayReply,
@@ -178,17 +179,18 @@ async def _compute_and_send(
     """Prefills in chunks; the pages of a chunk, or of some of its layers, travel while the engine goes on computing and
     the first tokens go to the client. What was computed ahead comes as one chunk. Returns the handoff tokens and when
     they were there. If the first token ends the request, what is not sent yet is not sent."""
-    one_token = ticket.order.sampling.max_tokens == 1
+    order = ticket.order
     last: tuple[tuple[FirstToken, ...], float] | None = None
-    cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(ticket.order.prompt))
+    cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(order.prompt))
     try:
         computing = p.engine.prefill(ticket.key, cut, destination.held_len)
         async with asyncio.TaskGroup() as sends, aclosing(computing) as chunks:
             async for chunk in chunks:
                 if chunk.last:
                     last = chunk.first, p.deps.clock.now()
-                    p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
-                if chunk.pieces and not one_token and not _all_finished(chunk):
+                    if not order.resumed:
+                        p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
+                if chunk.pieces and not _ends_at_first(order, chunk):
                     sends.create_task(_send(p, ticket, destination, chunk, wire_format))  # the link keeps their order
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
@@ -282,8 +284,11 @@ async def _repeat_commit(p: PrefillFlow, ticket: PrefillTicket, record: Commit) 
                 continue
 
 
-def _all_finished(chunk: ChunkDone) -> bool:
-    return chunk.last and all(first.finish is not None for first in chunk.first)
+def _ends_at_first(order: Prefill, chunk: ChunkDone) -> bool:
+    """Whether nobody will need the state. A resumed request has had its first tokens: D goes on from others."""
+    if order.resumed:
+        return False
+    return order.sampling.max_tokens == 1 or (chunk.last and all(first.finish is not None for first in chunk.first))
 
 
 async def _release(p: PrefillFlow, ticket: PrefillTicket) -> None:

@@ -17,6 +17,27 @@ from shared.transfer.link import Piece, TicketKey
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """What the choices of a request have given out elsewhere: it is fed again and never sampled again.
+
+    outputs: () or one entry for each choice, the handoff token first; a choice without any begins as in a new request.
+    finished: choices that are over; they are not continued.
+    """
+
+    outputs: tuple[tuple[int, ...], ...] = ()
+    finished: tuple[int, ...] = ()
+
+    def trunk(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens whose state is handed over, or computed before the choices branch off. All that a single choice
+        has given out is among them, but for the last token, which is fed again; several choices have only the prompt
+        in common."""
+        return prompt + self.outputs[0][:-1] if len(self.outputs) == 1 else prompt
+
+
+NEW = Past()
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkDone:
     """A part of a prompt is computed: positions [start, end) have their state in the pool.
 
@@ -100,7 +121,9 @@ class Engine(Protocol):
     max_model_len: int
     stats: EngineStats
 
-    def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
+    def wanted(
+        self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, past: Past = NEW
+    ) -> tuple[int, int]:
         """(pages, slots) that `reserve` would take. InvalidRequest where it could never fit."""
 
     def reserve(
@@ -112,16 +135,19 @@ class Engine(Protocol):
         decodes: bool,
         deadline: float = inf,
         priority: int = 0,
+        past: Past = NEW,
     ) -> None:
         """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
-        PoolExhausted having taken nothing. InvalidRequest where it could never fit. deadline: by the engine's clock;
-        with the priority it says whose prompt has its turn first (`turns.py`), and it ends nothing.
+        PoolExhausted having taken nothing. InvalidRequest where it could never fit, or where the past is not that of
+        such a request. deadline: by the engine's clock; with the priority it says whose prompt has its turn first
+        (`turns.py`), and it ends nothing. past: with `decodes` only. All is counted from the prompt on as if the
+        choices had been here from the start.
 
         P may say yes on the strength of prompts that were computed ahead: they give way, and `prefill` begins once
         their pages are free."""
 
     def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
-        """Per component, the physical units of the group's prompt in logical order: the destination of a transfer. Only
+        """Per component, the physical units of the group's trunk in logical order: the destination of a transfer. Only
         until the group is started."""
 
     def compute_ahead(self, key: TicketKey, attempts: int) -> None:
@@ -139,11 +165,13 @@ class Engine(Protocol):
         From now on it gives way to nobody."""
 
     def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
-        """D, prebuilt: the prompt's state is in the pool and `first` are the handoff tokens (index 0; they are not
-        computed again and not delivered). Runs no forward; the choices decode from the next step on."""
+        """D, prebuilt: the trunk's state is in the pool and `first` are the handoff tokens (index 0; they are not
+        computed again and not delivered). Runs no forward; the choices decode from the next step on. Of a choice that
+        has a past the handoff token means nothing."""
 
     def start_local(self, key: TicketKey) -> None:
-        """D computes the prompt itself, then decodes; tokens from index 0 on are delivered to the listener."""
+        """D computes the prompt itself, then decodes; tokens from index 0 on, or from the end of the choice's past on,
+        are delivered to the listener."""
 
     def begun_at(self, key: TicketKey) -> float | None:
         """When the prompt had its turn: the clock's time as the first step with a part of it was dispatched; None

@@ -55,7 +55,7 @@ class Load:
 class Row:
     """One sequence's share of a step: `tokens` at positions start, start + 1 …
 
-    choice: None while it is the group's prompt that is computed, before the choices part. samples: tokens to draw
+    choice: None while it is the group's trunk that is computed, before the choices part. samples: tokens to draw
     from the last position's logits; several where the choices of a prompt draw their first ones. leaves: a link will
     read the state that it writes; leaves_by: so many layers at a time, ahead of the step's end (0: none ahead).
     """

@@ -26,6 +26,9 @@ class Capacity:
         """(pages, slots) that the group would take; InvalidRequest where even the whole pool would not do."""
         group.growth_tokens = self._growth_tokens
         num_pages, num_slots = self.wanted(group)
+        if num_pages > self.pages.total and any(choice.outputs for choice in group.choices):
+            group.growth_tokens = 1  # it got so far in a pool like this one, page by page
+            num_pages, num_slots = self.wanted(group)
         if num_pages > self.pages.total:
             raise InvalidRequest(
                 f"the prompt has {group.prompt_len} tokens; with {group.sampling.n} choices and the first steps "
@@ -39,13 +42,13 @@ class Capacity:
 
     def wanted(self, group: Group) -> tuple[int, int]:
         """(pages, slots) for the prompt and, where the group decodes here, its live choices' next positions."""
-        trunk = self._num_pages(group.prompt_len)
+        trunk = self._num_pages(group.trunk_len)
         if not group.decodes:
             return trunk, 1
         live = group.live
         num_pages = trunk
         for rank, choice in enumerate(live):
-            shared = trunk if rank == 0 else group.prompt_len // self._page_tokens
+            shared = trunk if rank == 0 else group.trunk_len // self._page_tokens
             num_pages += self._num_pages(self._target(group, choice)) - shared
         return num_pages, max(1, len(live))
 
@@ -70,10 +73,10 @@ class Capacity:
         return True
 
     def branch(self, group: Group) -> None:
-        """The prompt is complete: its first live choice takes the trunk over, the others share its full pages and get
-        copies of the rest. What was taken for choices that have ended is given back."""
-        key, prompt_len = group.key, group.prompt_len
-        full = prompt_len // self._page_tokens
+        """The trunk is complete: its first live choice takes it over, the others share its full pages and get copies of
+        the rest. What was taken for choices that have ended is given back."""
+        key, trunk_len = group.key, group.trunk_len
+        full = trunk_len // self._page_tokens
         trunk, trunk_slot = group.trunk_pages, group.trunk_slot
         for rank, choice in enumerate(group.live):
             if rank == 0:
@@ -86,9 +89,9 @@ class Capacity:
             missing = self._num_pages(self._target(group, choice)) - len(choice.pages)
             choice.pages += group.spare_pages[:missing]
             del group.spare_pages[:missing]
-            if rank > 0 and prompt_len % self._page_tokens:
+            if rank > 0 and trunk_len % self._page_tokens:
                 group.copies.append(CopyPage(trunk[full], choice.pages[full]))
-            choice.computed = prompt_len
+            choice.computed = trunk_len
         self.pages.give_back(group.spare_pages, key)
         self.slots.give_back(group.spare_slots, key)
         group.trunk_pages, group.trunk_slot, group.spare_pages, group.spare_slots = [], None, [], []
@@ -174,7 +177,7 @@ class Capacity:
             raise PoolExhausted(f"{num_slots} slots wanted, {self.slots.free} of {self.slots.total} are free")
         pages = self.pages.take(num_pages, group.key)
         slots = self.slots.take(num_slots, group.key)
-        num_trunk = self._num_pages(group.prompt_len)
+        num_trunk = self._num_pages(group.trunk_len)
         group.trunk_pages, group.spare_pages = pages[:num_trunk], pages[num_trunk:]
         group.trunk_slot, group.spare_slots = slots[0], slots[1:]
         self._clear_slot(slots[0])  # the others are copied over

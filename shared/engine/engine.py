@@ -8,25 +8,26 @@ import logging
 from collections.abc import AsyncGenerator
 from math import inf
 
-from shared.engine.api import ChunkDone, EngineStats, StepListener, StepOutput
+from shared.engine.api import NEW, ChunkDone, EngineStats, Past, StepListener, StepOutput
 from shared.engine.batch import StepPlan
 from shared.engine.capacity import Capacity
 from shared.engine.census import queue_lengths
 from shared.engine.effects import StepEffects
 from shared.engine.executor import Executor, device_is_lost
+from shared.engine.intake import Intake
 from shared.engine.models.base import Model
 from shared.engine.pool import StatePool
 from shared.engine.runner import Runner, SampleFunction
 from shared.engine.sampler import sample
 from shared.engine.scheduler import Scheduler
-from shared.engine.sequence import Choice, Group
+from shared.engine.sequence import Group
 from shared.engine.settings import EngineSettings
 from shared.engine.stash import Stash
 from shared.engine.streams import ChunkStreams
 from shared.engine.watch import StepUnwanted, StepWatch
 from shared.protocol.messages import FirstToken, Geometry, SamplingSpec
 from shared.runtime.clock import Clock, LoopClock
-from shared.runtime.errors import BatonError, Cancelled, EngineError, InvalidRequest
+from shared.runtime.errors import BatonError, Cancelled, EngineError
 from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.components import IndexKind
 from shared.state.pages import PageAllocator
@@ -58,7 +59,7 @@ class BatchEngine:
         names, sizes = tuple(c.name for c in components), tuple(c.unit_bytes for c in components)
         pages, ranks = pool.layout.page_tokens, pool.layout.tp_size
         self.geometry = Geometry(page_tokens=pages, components=names, unit_bytes=sizes, tp_size=ranks)
-        self._vocab_size = model.vocab_size
+        self._intake = Intake(model.vocab_size, self.max_model_len, model.eos_token_ids)
         self._settings = settings
         self._executor = executor
         self._listener = listener
@@ -77,8 +78,10 @@ class BatchEngine:
 
     # Tickets
 
-    def wanted(self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool) -> tuple[int, int]:
-        return self._capacity.check(self._new_group(_NOBODY, prompt, sampling, decodes))
+    def wanted(
+        self, prompt: tuple[int, ...], sampling: SamplingSpec, *, decodes: bool, past: Past = NEW
+    ) -> tuple[int, int]:
+        return self._capacity.check(self._intake.group(_NOBODY, prompt, sampling, past, decodes=decodes))
 
     def reserve(
         self,
@@ -89,28 +92,14 @@ class BatchEngine:
         decodes: bool,
         deadline: float = inf,
         priority: int = 0,
+        past: Past = NEW,
     ) -> None:
         if key in self._scheduler.groups:
             raise ValueError(f"{key} is reserved already")
-        group = self._new_group(key, prompt, sampling, decodes)
+        group = self._intake.group(key, prompt, sampling, past, decodes=decodes)
         group.deadline, group.priority = deadline, priority
         self._scheduler.reserve(group)
         self._wake.set()  # others may have to give way
-
-    def _new_group(self, key: TicketKey, prompt: tuple[int, ...], sampling: SamplingSpec, decodes: bool) -> Group:
-        """InvalidRequest where the model could never take it."""
-        room = self.max_model_len - len(prompt)
-        if not prompt:
-            raise InvalidRequest("the prompt is empty")
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens; with at least one new token it may have {self.max_model_len - 1}"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidRequest(f"token ids must be 0 to {self._vocab_size - 1}")
-        choices = [Choice(index) for index in range(sampling.n)]
-        max_new = min(sampling.max_tokens, room)
-        return Group(key, prompt, sampling, decodes, max_new, choices)
 
     def unit_tables(self, key: TicketKey) -> tuple[tuple[int, ...], ...]:
         group = self._group(key)
@@ -148,8 +137,8 @@ class BatchEngine:
         group = self._group(key)
         if [token.choice for token in first] != list(range(len(group.choices))):
             raise ValueError(f"{key}: one handoff token for each of {len(group.choices)} choices is needed, in order")
-        if not all(0 <= token.token < self._vocab_size for token in first):
-            raise EngineError(f"token ids must be 0 to {self._vocab_size - 1}")
+        if not all(0 <= token.token < self._intake.vocab_size for token in first):
+            raise EngineError(f"token ids must be 0 to {self._intake.vocab_size - 1}")
         self._check_open()
         self._scheduler.start_prefilled(group, first)
         self._wake.set()

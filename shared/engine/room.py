@@ -172,7 +172,7 @@ class Room:
         elif group.key not in self._active:
             group.phase = Phase.RESERVED
         else:
-            group.phase = Phase.PARKED if group.computed == group.prompt_len else Phase.PROMPT
+            group.phase = Phase.PARKED if group.computed == group.trunk_len else Phase.PROMPT
         if group.gave_way:
             group.gave_way = False
             effects.resumed.append(group.key)

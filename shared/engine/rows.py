@@ -46,17 +46,17 @@ def _ahead(groups: Iterable[Group]) -> list[Work]:
 
 
 def _prompt(group: Group) -> Work:
-    return Work(group, None, group.computed, group.prompt_len - group.computed)
+    return Work(group, None, group.computed, group.trunk_len - group.computed)
 
 
 def _prompt_row(group: Group, count: int, eos_token_ids: frozenset[int]) -> Row:
-    """The next `count` tokens of the prompt; the last part draws what has not been drawn before."""
+    """The next `count` tokens of the trunk; the last part draws what has not been drawn before."""
     start, end = group.computed, group.computed + count
     samples: tuple[SampleRow, ...] = ()
-    if end == group.prompt_len and not group.first:
+    if end == group.trunk_len and not group.first:
         samples = tuple(_sample_row(group, choice, eos_token_ids) for choice in group.live if not choice.outputs)
     assert group.trunk_slot is not None
-    tokens, pages, by = group.prompt[start:end], tuple(group.trunk_pages), group.cut.layers
+    tokens, pages, by = group.trunk[start:end], tuple(group.trunk_pages), group.cut.layers
     return Row(group.key, None, tokens, start, pages, group.trunk_slot, samples, not group.decodes, by)
 
 

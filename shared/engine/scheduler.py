@@ -78,12 +78,14 @@ class Scheduler:
         self._activate(group, Phase.PROMPT)
 
     def start_prefilled(self, group: Group, first: tuple[FirstToken, ...]) -> None:
-        """The prompt's state is there. Choices whose first token ended them never decode."""
+        """The trunk's state is there. Choices whose first token ended them never decode; those that had one before go
+        on after their last."""
         self._activate(group, Phase.DECODING)
         for token in first:
             choice = group.choices[token.choice]
-            choice.outputs.append(token.token)
-            choice.done = choice.done or token.finish is not None
+            if not choice.outputs:
+                choice.outputs.append(token.token)
+                choice.done = choice.done or token.finish is not None
         assert group.trunk_slot is not None
         group.copies.append(Arrival(tuple(group.trunk_pages), (group.trunk_slot,)))
         self._begin_decoding(group)
@@ -189,7 +191,7 @@ class Scheduler:
     def _apply_prompt(self, group: Group, row: Row, sampled: tuple[Sampled, ...], effects: StepEffects) -> None:
         group.computed = row.end
         self._stats.prompt_tokens_computed += len(row.tokens)
-        complete = row.end == group.prompt_len
+        complete = row.end == group.trunk_len
         if not group.decodes:
             if row.samples:
                 first = (self._first_token(group, s, token) for s, token in zip(row.samples, sampled, strict=True))

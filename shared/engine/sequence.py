@@ -3,6 +3,9 @@
 Positions: the prompt has 0..N-1. Output k of a choice, counted from the handoff token (k = 0), stands at position N
 + k and is *sampled under that position*; its state comes to be when it is fed, one step later. P and D both use
 these numbers.
+
+The *trunk* is what has its state before the choices branch off: the prompt, and where a single choice was interrupted
+elsewhere also its outputs but for the last, which is fed again.
 """
 
 from dataclasses import dataclass, field
@@ -44,8 +47,9 @@ class Choice:
 
 @dataclass(slots=True)
 class Group:
-    """trunk_pages and trunk_slot belong to the prompt until the choices branch off; spare_pages and spare_slots are
-    what was taken ahead for them then, with growth_tokens positions for each. max_new: tokens a choice may
+    """trunk: the tokens of the trunk, which is the prompt where nothing is said. trunk_pages and trunk_slot belong to
+    it until the choices branch off; spare_pages and spare_slots are what was taken ahead for them then, with
+    growth_tokens positions for each. computed: positions of the trunk with state. max_new: tokens a choice may
     generate, after clipping. deadline: the clock's time at which nobody waits for it any more. priority: the smaller
     comes first, whatever the deadlines. copies: still to be carried out, in the first step that runs a choice. ahead:
     chunks computed that the consumer has not taken. saved: its state in host memory, while it is preempted. gave_way:
@@ -64,6 +68,7 @@ class Group:
     decodes: bool
     max_new: int
     choices: list[Choice]
+    trunk: tuple[int, ...] = ()
     deadline: float = inf
     priority: int = 0
     phase: Phase = Phase.RESERVED
@@ -91,9 +96,16 @@ class Group:
     told: int = 0
     told_layers: int = 0
 
+    def __post_init__(self) -> None:
+        self.trunk = self.trunk or self.prompt
+
     @property
     def prompt_len(self) -> int:
         return len(self.prompt)
+
+    @property
+    def trunk_len(self) -> int:
+        return len(self.trunk)
 
     @property
     def live(self) -> list[Choice]:
@@ -110,8 +122,8 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """The prompt is computed."""
-        return (self.saved.computed if self.saved else self.computed) == self.prompt_len
+        """The trunk is computed."""
+        return (self.saved.computed if self.saved else self.computed) == self.trunk_len
 
     def known_len(self, choice: Choice) -> int:
         """Positions whose token is known."""

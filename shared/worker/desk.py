@@ -100,7 +100,7 @@ class WorkerDesk(ABC, Generic[T]):
     def _reserve(self, ticket: T, decodes: bool) -> None:
         """Takes the pages in its turn; without room it leaves a claim, and keeps its place when it is asked again."""
         order, now = ticket.order, self.deps.clock.now()
-        need = Need(*self.engine.wanted(order.prompt, order.sampling, decodes=decodes))
+        need = Need(*self.engine.wanted(order.prompt, order.sampling, decodes=decodes, past=ticket.past))
         since = now - order.waited_s
         free = Need(*self.engine.left())
         try:
@@ -112,6 +112,7 @@ class WorkerDesk(ABC, Generic[T]):
                 decodes=decodes,
                 deadline=ticket.deadline,
                 priority=order.priority,
+                past=ticket.past,
             )
         except PoolExhausted:
             self.claims.leave(order.request_id, need, since, now, order.priority)

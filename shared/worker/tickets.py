@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
+from shared.engine.api import NEW, Past
 from shared.machines.stepping import Cause, Ended, Event, Outcome, Step
 from shared.protocol.messages import Prefill, Reserve, TicketMessage
 from shared.runtime.clock import Clock
@@ -32,7 +33,8 @@ S = TypeVar("S", bound=TicketState)
 
 
 class LiveTicket(Generic[O, S]):
-    """Belongs to the desk's table from the verdict until its pages are free.
+    """Belongs to the desk's table from the verdict until its pages are free. past: what its choices have given out
+    before, where they go on from there.
 
     Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
     """
@@ -49,6 +51,7 @@ class LiveTicket(Generic[O, S]):
         self.since = self.granted_at - order.waited_s
         self.deadline = self.granted_at + order.remaining_s
         self.need = Need(0, 0)
+        self.past: Past = NEW
         self._step = step
         self._counters = counters
 
