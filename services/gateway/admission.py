@@ -70,7 +70,8 @@ class RoomQueue:
     async def wait(self, place: Waiting, demand: Demand, room: int, deadline: float) -> Route:
         """A route with room, charged to `room`. Raises NoWorker at once where waiting cannot help, QueueFull where too
         many wait, and CapacityError or DeadlineExceeded when it took too long since the request's arrival. Who comes
-        back keeps its place."""
+        back keeps its place. Who has lost its workers is not sent away: it waits for room until its deadline, and for
+        workers that are gone as long as others may wait for room."""
         question = self._questions[place] = _Question(demand, room)
         self._line.join(place)
         try:
@@ -78,7 +79,8 @@ class RoomQueue:
             if not question.answer.done() and not place.returning and len(self._line) > self._max_queued:
                 raise QueueFull(f"{len(self._line) - 1} requests are waiting already", retry_after_s=1.0)
             place.returning = True
-            await self._until_answered(question, place.since + self._queue_timeout_s, deadline)
+            give_up = place.since + self._queue_timeout_s if place.lost_at is None else deadline
+            await self._until_answered(question, give_up, deadline)
         except BaseException:
             if question.answer.done() and isinstance(route := question.answer.result(), Route):
                 self._take_back(route, room)
@@ -143,8 +145,9 @@ class RoomQueue:
             if route is None and not kept and self._may_claim(place):
                 route = self._policy.aim(question.demand, fleet)
         except NoWorker as error:
-            question.answer.set_result(error)
-            return False
+            if place.lost_at is None or self._looked_at - place.lost_at > self._queue_timeout_s:
+                question.answer.set_result(error)
+            return False  # a worker that died may be started again
         if route is None:
             return False
         for worker in route.workers:

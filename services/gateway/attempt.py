@@ -1,8 +1,9 @@
 """One attempt of a request: a ticket, the pair of workers that serves it, and what they are asked for."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.gateway.generation import GenerationRequest
+from services.gateway.history import History
 from services.gateway.inbox import Letterbox
 from services.gateway.router import Route
 from shared.machines import request as machine
@@ -13,13 +14,12 @@ from shared.protocol.messages import Prefill, Reserve, WireModel
 
 @dataclass(slots=True)
 class Attempt:
-    """state: its machine. box: what arrives for it. stopped: choices that the text side ended. proven: its legs were
-    seen to work."""
+    """state: its machine. box: what arrives for it. history: the request's own. proven: its legs were seen to work."""
 
     state: machine.Attempt
     box: Letterbox
+    history: History
     began_at: float
-    stopped: set[int] = field(default_factory=set)
     route: Route | None = None
     cancel_legs: bool = False
     proven: bool = False
@@ -38,12 +38,12 @@ class Attempt:
 
     @property
     def done(self) -> bool:
-        return all(finished or c in self.stopped for c, finished in enumerate(self.box.finished))
+        return all(finished or over for finished, over in zip(self.box.finished, self.history.over, strict=True))
 
     @property
-    def may_start_over(self) -> bool:
-        """A leg failed while the client has nothing yet: what has arrived is dropped, and another attempt sends it."""
-        return self.box.failure is not None and self.state.retryable and not all(self.box.finished)
+    def granted(self) -> bool:
+        """Its legs have said yes, or were at work already."""
+        return self.state.state in (machine.RequestState.WAITING, machine.RequestState.STREAMING)
 
     def apply(self, event: Event) -> None:
         step = machine.step(self.state, event)
@@ -65,9 +65,10 @@ class Order:
 def orders_of(
     request: GenerationRequest, attempt: Attempt, route: Route, gateway: str, remaining_s: float, waited_s: float
 ) -> tuple[Order, ...]:
-    """Reserve for D, and where a P computes the prompt, prefill for it; each names the other leg."""
+    """Reserve for D, and where a P computes the prompt, prefill for it; each names the other leg. They go on behind
+    what the client has."""
     decode, prefill = route.decode.peer, route.prefill.peer if route.prefill is not None else None
-    identity = route.decode.report.identity or ""
+    identity, history = route.decode.report.identity or "", attempt.history
     reserve = Reserve(
         room=attempt.room,
         generation=attempt.generation,
@@ -81,6 +82,8 @@ def orders_of(
         waited_s=waited_s,
         kv_precision=request.kv_precision,
         priority=request.priority,
+        history=history.told(),
+        finished=history.finished(),
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:
@@ -92,11 +95,12 @@ def orders_of(
         gateway=gateway,
         decode=decode,
         identity=identity,
-        prompt=request.prompt,
+        prompt=history.prefix(request.prompt),
         sampling=request.sampling,
         remaining_s=remaining_s,
         waited_s=waited_s,
         kv_precision=request.kv_precision,
         priority=request.priority,
+        resumed=history.begun,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))

@@ -1,8 +1,8 @@
 """A request's way through the cluster as the gateway sees it: one coroutine a request, in protocol order.
 
 `RequestFlow._run` reads top to bottom: wait for workers with room, ask both at once, pass their tokens on, end every
-leg. Each attempt is a new ticket: a new room and the next generation. An attempt that has sent nothing to the client
-may be tried again; after that a failure is the client's to see.
+leg. Each attempt is a new ticket: a new room and the next generation. Where one fails, the next goes on behind the
+tokens that the client has, and the client sees nothing of it but the gap. Only when too many fail is it told.
 """
 
 import asyncio
@@ -13,9 +13,11 @@ from services.gateway.admission import RoomQueue, Waiting
 from services.gateway.attempt import Attempt
 from services.gateway.farewells import Farewells
 from services.gateway.generation import GenerationRequest, TokenEvent
+from services.gateway.history import History
 from services.gateway.inbox import Inbox
 from services.gateway.legs import TICK_S, Legs
 from services.gateway.peer_watch import PeerWatch
+from services.gateway.recovery import Recoveries
 from services.gateway.router import Demand
 from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
@@ -25,16 +27,18 @@ from shared.machines.stepping import CANCELLED, Cause, Ended
 from shared.protocol import subjects
 from shared.protocol.messages import RollCall
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError, CapacityError, DeadlineExceeded, error_from_code
+from shared.runtime.errors import BatonError, CapacityError, DeadlineExceeded, InvalidRequest, error_from_code
 from shared.runtime.ids import new_room
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayFlowSettings:
-    """max_attempts: tickets one request may use up by failures. grant_s: how long a worker may take to say yes or no.
+    """max_attempts: tickets one request may use up by failures in a row, with no token in between. max_recoveries: how
+    often it may lose its workers after the first token. grant_s: how long a worker may take to say yes or no.
     silence_s: after so much quiet the legs are asked."""
 
     max_attempts: int = 3
+    max_recoveries: int = 8
     grant_s: float = 5.0
     silence_s: float = 1.0
 
@@ -82,6 +86,8 @@ class RequestFlow:
         self._deadline = self._begun_at + request.timeout_s
         self._place = Waiting(self._begun_at, request.priority)
         self._failed_peers: frozenset[str] = frozenset()
+        self._history = History.empty(request.sampling.n)
+        self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
         self._legs: Legs | None = None
@@ -107,36 +113,40 @@ class RequestFlow:
                 while attempt.box.events or not attempt.done:
                     if batch := await self._next_batch(attempt, legs):
                         attempt.apply(machine.TokensArrived(generation))
-                        self._watch.tokens(batch)
+                        self._note_tokens(batch)
                         yield batch
                 attempt.apply(machine.AllDone(generation))
                 legs.proven()
                 return
             except BatonError as error:
+                is_failure = attempt.granted or not isinstance(error, CapacityError)  # a no for want of room is none
                 attempt.apply(Ended(generation, Cause(error.code, error.message, by=error.by)))
-                if not isinstance(error, CapacityError):
-                    failures += 1
-                    self._note_failure(attempt, error)
-                if not self._may_retry(attempt, error, failures):
-                    raise
+                if is_failure:
+                    failures = 1 if attempt.state.emitted else failures + 1
+                    self._avoid_who_failed(attempt, error)
+                if not self._may_go_on(attempt, error) or (is_failure and self._are_too_many(failures)):
+                    raise self._final(error) from error.__cause__
                 self._g.deps.counters.add("attempts_retried")
+                if is_failure and self._history.begun:
+                    self._begin_recovery(error)
             finally:
                 self._close_attempt(attempt)
 
     def _open_attempt(self, generation: int) -> Attempt:
         room = new_room()
-        box = self._g.inbox.open(room, generation, self._request.sampling.n)
+        box = self._g.inbox.open(room, generation, self._history)
         self._legs = None
-        self._attempt = Attempt(machine.Attempt(room, generation), box, self._g.deps.clock.now())
+        self._attempt = Attempt(machine.Attempt(room, generation), box, self._history, self._g.deps.clock.now())
         return self._attempt
 
     async def _wait_for_room(self, attempt: Attempt) -> Legs:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
-        request = self._request
+        request, caught_up = self._request, self._history.caught_up()
         demand = Demand(
-            prompt_len=len(request.prompt),
-            num_choices=request.sampling.n,
+            prompt_len=len(self._history.prefix(request.prompt)),
+            num_choices=len(caught_up),
             max_tokens=request.sampling.max_tokens,
+            caught_up=caught_up,
             path=request.path,
             strict=request.strict,
             avoid=self._failed_peers,
@@ -149,7 +159,7 @@ class RequestFlow:
     async def _next_batch(self, attempt: Attempt, legs: Legs) -> tuple[TokenEvent, ...]:
         """What has arrived, at least one message's worth; in silence, and where a token is missing, D is asked."""
         box, deps = attempt.box, self._g.deps
-        while not box.events or attempt.may_start_over:
+        while not box.events:
             if box.failure is not None:
                 error = error_from_code(box.failure.code, box.failure.message)
                 error.by = box.failure.by
@@ -167,7 +177,7 @@ class RequestFlow:
                     await box.wake.wait()
             except TimeoutError:
                 await legs.check()
-        batch, box.events = tuple(e for e in box.events if e.choice not in attempt.stopped), []
+        batch, box.events = tuple(e for e in box.events if not self._history.over[e.choice]), []
         if box.timings is not None:
             self._watch.ticket(box.timings)
         if attempt.route is not None:
@@ -176,22 +186,38 @@ class RequestFlow:
             legs.proven()
         return batch
 
-    def _note_failure(self, attempt: Attempt, error: BatonError) -> None:
-        """Who failed the request is asked again only where there is no other."""
+    def _note_tokens(self, batch: tuple[TokenEvent, ...]) -> None:
+        """They are as good as with the client: whatever happens from here on, they are never sent again."""
+        self._history.add(batch)
+        self._watch.tokens(batch)
+        self._recoveries.resumed(self._path)
+
+    def _avoid_who_failed(self, attempt: Attempt, error: BatonError) -> None:
+        """They are asked again only where there is no other."""
         if self._legs is not None:
             self._failed_peers |= self._legs.blame(error) or attempt.peers
 
-    def _may_retry(self, attempt: Attempt, error: BatonError, failures: int) -> bool:
-        """Only what has not reached the client is tried again; waiting for room is not a failure."""
+    def _may_go_on(self, attempt: Attempt, error: BatonError) -> bool:
+        """Whether another attempt may bring what is left."""
         in_time = self._g.deps.clock.now() < self._deadline
         asked = attempt.route is not None  # without a route nothing was tried: the queue itself has said no
-        return (
-            error.retryable
-            and asked
-            and attempt.state.retryable
-            and in_time
-            and failures < self._g.settings.max_attempts
-        )
+        return error.retryable and asked and in_time
+
+    def _are_too_many(self, failures: int) -> bool:
+        """In a row, or of those that the answer has survived."""
+        return failures >= self._g.settings.max_attempts or (self._history.begun and self._recoveries.exhausted)
+
+    def _begin_recovery(self, error: BatonError) -> None:
+        """The client has tokens and its workers are lost: the next attempt goes before all who wait for their first."""
+        self._place.lost_at = self._g.deps.clock.now()
+        self._recoveries.begin(error)
+
+    def _final(self, error: BatonError) -> BatonError:
+        """What the client is told. That no worker can take on the rest of its answer is no mistake of its own."""
+        lost = self._recoveries.under_way
+        if lost is not None or (self._history.begun and error.retryable):
+            self._g.deps.counters.add("recoveries_given_up")
+        return lost if lost is not None and isinstance(error, InvalidRequest) else error
 
     def _close_attempt(self, attempt: Attempt) -> None:
         """Ends the attempt whatever its state; each leg that may still hold something is told."""
@@ -209,16 +235,18 @@ class RequestFlow:
             "path": self._path,
             "kv_precision": self._request.kv_precision,
             "attempts": self._attempt.generation if self._attempt else 0,
+            "recoveries": len(self._recoveries),
+            "recovery": self._recoveries.as_list(),
         }
 
     def stop_choice(self, choice: int) -> None:
         """A stop string: D need not go on with this choice. After the last one the end itself tells the legs."""
         attempt = self._attempt
-        if attempt is None or choice in attempt.stopped or attempt.box.finished[choice]:
+        if attempt is None or self._history.over[choice]:
             return
-        attempt.stopped.add(choice)
+        self._history.over[choice] = True
         attempt.box.wake.set()
-        if self._legs is not None and not attempt.done:
+        if self._legs is not None and not attempt.done and not attempt.box.finished[choice]:
             self._legs.stop_choice(choice)
 
     async def aclose(self) -> None:

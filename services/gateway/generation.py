@@ -43,13 +43,14 @@ class TokenEvent:
 
 class Generation(Protocol):
     """A request on its way. Iterating yields *batches*: the events that arrived together, at least one. The iteration
-    ends when every choice has finished or was stopped, and raises a BatonError where the request failed."""
+    ends when every choice has finished or was stopped, and raises a BatonError where the request failed. Workers that
+    are lost on the way show in a longer gap alone."""
 
     def __aiter__(self) -> AsyncIterator[tuple[TokenEvent, ...]]: ...
 
     @property
     def path(self) -> str:
-        """`remote`, `local`, or `pending` before the first token."""
+        """`remote`, `local`, or `pending` before the first token; where workers were lost, the last way."""
 
     def timings(self) -> dict[str, object]:
         """The body of `baton.timings`: seconds and bytes, complete when the iteration has ended."""

@@ -1,13 +1,14 @@
 """Tokens and failures that come in for this gateway's requests: each token index once, in order, whoever sent it.
 
 Both P and D send token 0, D's later messages overlap after a replay, and NATS may lose, repeat or reorder any of them;
-what passes here is the next expected index and nothing else.
+what passes here is the next expected index and nothing else. A later attempt begins where the client is.
 """
 
 import asyncio
 from dataclasses import dataclass, field
 
 from services.gateway.generation import TokenEvent
+from services.gateway.history import History
 from shared.machines.stepping import Cause
 from shared.protocol.messages import Fail, RollCall, RollCallReply, TicketTimings, TokenEntry, Tokens, Verdict
 from shared.runtime.counters import Counters
@@ -16,9 +17,9 @@ from shared.runtime.errors import PeerLost
 
 @dataclass(slots=True)
 class Letterbox:
-    """What arrived for one attempt and was not taken yet. expected: the next index of each choice. gap: a choice has a
-    hole that only a replay can fill. failure: the first cause a leg reported. senders: who has sent tokens. legs: who
-    serves it, by role."""
+    """What arrived for one attempt and was not taken yet. expected: the next index of each choice. finished: choices of
+    which nothing more comes. gap: a choice has a hole that only a replay can fill. failure: the first cause a leg
+    reported. senders: who has sent tokens. legs: who serves it, by role."""
 
     generation: int
     expected: list[int]
@@ -94,8 +95,9 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._boxes)
 
-    def open(self, room: int, generation: int, num_choices: int) -> Letterbox:
-        box = Letterbox(generation, [0] * num_choices, [False] * num_choices)
+    def open(self, room: int, generation: int, history: History) -> Letterbox:
+        """For an attempt that goes on behind `history`."""
+        box = Letterbox(generation, [len(tokens) for tokens in history.tokens], list(history.over))
         self._boxes[room] = box
         return box
 

@@ -119,7 +119,8 @@ class Legs:
     async def replay(self) -> None:
         """Asks D for *tokens from k* of every choice that is not done."""
         deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self._route.decode.peer
-        wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and c not in attempt.stopped)
+        over = attempt.history.over
+        wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and not over[c])
         message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted)
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
         try:

@@ -1,5 +1,6 @@
 """Who is next when room is scarce: first come, first served among those of one priority, and the smaller number before
-all others; with a bounded bypass. Pure: the time is passed in.
+all others; with a bounded bypass. Before everybody comes who was being served and has lost its workers. Pure: the
+time is passed in.
 
 A request that does not fit waits; later ones that do fit may pass it, a bounded number of times or for a bounded time.
 Then it is *due*: the workers it aims at are kept for it, nobody behind it is sent there, and so they empty until it
@@ -24,10 +25,11 @@ class LineSettings:
 @dataclass(eq=False, slots=True)
 class Place:
     """A request's place in the line, by its priority and arrival; kept while it is tried, so that it never has to queue
-    anew. kept: workers whose room is kept for it."""
+    anew. lost_at: when it last lost the workers that were serving it. kept: workers whose room is kept for it."""
 
     since: float
     priority: int = 0
+    lost_at: float | None = None
     passed: int = 0
     kept: frozenset[str] = field(default_factory=frozenset)
 
@@ -39,7 +41,7 @@ Lacks = Callable[[Place, frozenset[str]], frozenset[str]]
 
 
 class Line:
-    """Those who wait, in order: eldest first within a priority."""
+    """Those who wait, in order: who has lost its workers first, then eldest first within a priority."""
 
     def __init__(self, settings: LineSettings = LineSettings()) -> None:
         self.settings = settings
@@ -49,14 +51,15 @@ class Line:
         return len(self._places)
 
     def join(self, place: Place) -> None:
-        insort(self._places, place, key=lambda p: (p.priority, p.since))
+        insort(self._places, place, key=lambda p: (p.lost_at is None, p.priority, p.since))
 
     def leave(self, place: Place) -> None:
         if place in self._places:
             self._places.remove(place)
 
     def is_due(self, place: Place, now: float) -> bool:
-        return place.passed >= self.settings.passes or now - place.since >= self.settings.patience_s
+        waited_long = place.passed >= self.settings.passes or now - place.since >= self.settings.patience_s
+        return waited_long or place.lost_at is not None
 
     def advance(self, now: float, serve: Serve, lacks: Lacks) -> None:
         """Serves whoever can be served now, in order; those leave the line."""

@@ -17,14 +17,16 @@ from shared.runtime.errors import NoWorker
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs: its prompt, its choices, and the path it may take. avoid: peers that failed this request
-    before; they are asked again only where there is no other."""
+    """What a request needs: its prompt, the choices that are to go on, and the path it may take. caught_up: of each of
+    them, positions behind the prompt that D has to compute; none of a new request. avoid: peers that failed this
+    request before; they are asked again only where there is no other."""
 
     prompt_len: int
     num_choices: int
     path: PathPolicy
     strict: bool
     max_tokens: int = 1
+    caught_up: tuple[int, ...] = ()
     avoid: frozenset[str] = frozenset()
 
 
@@ -161,7 +163,8 @@ def pages_wanted(worker: Worker, demand: Demand) -> int:
         return prompt
     growth = worker.report.settings.get("growth_tokens")
     steps = min(demand.max_tokens, growth) if isinstance(growth, int) else 1
-    return prompt + demand.num_choices * worker.pages_for(steps)
+    behind = demand.caught_up or (0,) * demand.num_choices
+    return prompt + sum(worker.pages_for(num_tokens + steps) for num_tokens in behind)
 
 
 def _able(demand: Demand, workers: Sequence[Worker]) -> list[Worker]:

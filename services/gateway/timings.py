@@ -9,7 +9,8 @@ from shared.runtime.clock import Clock
 
 class Stopwatch:
     """All times are seconds. `queue_s` is the gateway's queue, `prefill_queue_s` that of whoever computes the prompt;
-    `handoff_gap_s` is from the first token to the second as the gateway saw them."""
+    `handoff_gap_s` is from the first token to the second as the gateway saw them. `queue_s` and `reserve_s` are
+    those of the attempt that brought the first token; what a ticket says of itself is the last one's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -26,10 +27,12 @@ class Stopwatch:
 
     def routed(self) -> None:
         self._routed_at = self._clock.now()
-        self._queue_s = self._routed_at - self._begun_at
+        if self._first_at is None:
+            self._queue_s = self._routed_at - self._begun_at
 
     def granted(self) -> None:
-        self._reserve_s = self._clock.now() - self._routed_at
+        if self._first_at is None:
+            self._reserve_s = self._clock.now() - self._routed_at
 
     def ticket(self, timings: TicketTimings) -> None:
         self._ticket = timings
@@ -70,5 +73,4 @@ class Stopwatch:
             "wire_bytes": dict(ticket.wire_bytes),
             "backend": ticket.backend,
             "backend_asked": ticket.backend_asked,
-            "recoveries": 0,
         }

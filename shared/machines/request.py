@@ -6,8 +6,9 @@
     STREAMING  tokens reach the client                                       leaves by: all choices done · end
     ENDED      every leg was told                                            absorbs
 
-Invariants: from GRANTING on, the end of an attempt tells each leg that has not ended by itself; an attempt that has
-emitted a token is never tried again from scratch; a token index reaches the client once.
+Invariants: from GRANTING on, the end of an attempt tells each leg that has not ended by itself; a token index reaches
+the client once. So the attempt after one that failed goes on behind the tokens that the client has, and starts from
+scratch only where there are none. Failures count in a row, and an attempt that has emitted begins a new row.
 """
 
 from dataclasses import dataclass, replace
@@ -51,13 +52,13 @@ class CancelLegs:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt. retryable: nothing has reached the client yet."""
+    """One attempt. emitted: tokens of it have reached the client."""
 
     room: int
     generation: int
     state: RequestState = RequestState.ROUTING
     cause: Cause | None = None
-    retryable: bool = True
+    emitted: bool = False
 
 
 TERMINAL = frozenset({RequestState.ENDED})
@@ -88,7 +89,7 @@ def step(attempt: Attempt, event: Event) -> Step[Attempt]:
     moved = replace(attempt, state=state)
     match event:
         case TokensArrived():
-            return Step(replace(moved, retryable=False))
+            return Step(replace(moved, emitted=True))
         case AllDone():
             return Step(replace(moved, cause=Cause(FINISHED)), (CancelLegs(),))
         case Ended(cause=cause):

@@ -251,6 +251,9 @@ class GatewaySettings(CommonSettings):
         "lossless", description="wire format of requests that name none; auto: a smaller one where the link is slow"
     )
     worker_timeout_s: Seconds = Field(2.0, description="a worker silent for so long is taken for lost")
+    max_recoveries: int = Field(
+        8, ge=0, description="how often an answer that has begun may lose its workers and be taken up by others"
+    )
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")
 

@@ -23,6 +23,7 @@ from shared.engine.weights.hub import hub_name
 from tests.support_answers import COMPLETIONS, Seen, StreamSeen, see_body
 from tests.support_client import Report, body_of, is_alive, poll
 from tests.support_cluster import RealCluster
+from tests.support_visitor import Visitor
 
 DRAIN_S = 8.0
 """shutdown_timeout_s of gateway and decode worker."""
@@ -161,20 +162,24 @@ def tickets_of(cluster: RealCluster, name: str) -> dict[str, int]:
     return {} if report is None else {state: n for state, n in report["tickets"].items() if n}
 
 
-def test_a_decode_worker_finishes_what_it_can_and_says_so_of_the_rest(cluster: RealCluster) -> None:
+def test_a_decode_worker_finishes_what_it_can_and_its_successor_the_rest(cluster: RealCluster) -> None:
     expected = reference(cluster, PROMPT, SHORT)
-    short, long = Request(cluster.url, PROMPT, SHORT), Request(cluster.url, PROMPT, LONG)
-    short.wait_tokens(1)
-    long.wait_tokens(1)
-    began = time.monotonic()
-    pid = cluster.signal("decode-0", signal.SIGTERM)
-    poll(lambda: worker_state(cluster, pid) == "draining", "it says that it goes", 10.0)
-    assert short.result().tokens == [expected]
-    check_ended_as_error(long.result(), "peer_lost")
-    assert long.tokens[:SHORT] == expected
-    assert time.monotonic() - began > DRAIN_S - 1.0, "it has had its time"
-    exit_line(cluster, "decode-0", 1)
-    cluster.wait_ready("decode-0", other_than=pid)
+    short = Request(cluster.url, PROMPT, SHORT)
+    with Visitor(cluster, prompt=PROMPT, max_tokens=LONG, ignore_eos=True) as long:
+        short.wait_tokens(1)
+        poll(lambda: long.num_tokens, "no token comes", 60.0)
+        began = time.monotonic()
+        pid = cluster.signal("decode-0", signal.SIGTERM)
+        poll(lambda: worker_state(cluster, pid) == "draining", "it says that it goes", 10.0)
+        assert short.result().tokens == [expected]
+        exit_line(cluster, "decode-0", 1)
+        assert time.monotonic() - began > DRAIN_S - 1.0, "it has had its time"
+        reached = long.num_tokens
+        cluster.wait_ready("decode-0", other_than=pid)
+        poll(lambda: long.num_tokens > reached + 1, lambda: f"it does not go on: {long.seen}", 60.0)
+        assert long.seen is not None
+        assert long.seen.error is None
+        assert long.seen.tokens[0][:SHORT] == expected
 
 
 def worker_state(cluster: RealCluster, pid: int) -> str | None:

@@ -1,5 +1,5 @@
-"""Processes die, freeze and come back under load. A request ends with the right answer or with an error that says what
-happened, never with a wrong answer; the cluster is whole again afterwards and holds nothing of what was lost."""
+"""Processes die, freeze and come back under load. As long as its gateway lives a request ends with the right answer,
+since other workers take it up; the cluster is whole again afterwards and holds nothing of what was lost."""
 
 import contextlib
 import os
@@ -76,10 +76,7 @@ def test_killed_and_started_again(cluster: RealCluster, name: str, files: Files)
     assert after is not None
     assert after["boot_id"] != before["boot_id"]
     outcomes = running.check()
-    assert outcomes[RIGHT] >= 4, outcomes
-    for order in running.orders:
-        if order.stream and order.outcome != RIGHT:
-            assert order.num_tokens, "what had no token yet is tried again elsewhere"
+    assert outcomes[RIGHT] == len(running.orders), outcomes
     check_serves(cluster, files, PROMPTS[1])
 
 
@@ -141,7 +138,8 @@ def test_nobody_holds_anything_for_a_frozen_peer(cluster: RealCluster, name: str
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
     wait_whole(cluster)
-    running.check(may_break=name == "gateway")
+    outcomes = running.check(may_break=name == "gateway")
+    assert name == "gateway" or outcomes[RIGHT] == len(running.orders), outcomes
     check_serves(cluster, files, PROMPTS[1])
     assert {w["id"]: w["boot_id"] for w in cluster.workers() if w["role"] != "sidecar"} == boots
 

@@ -55,7 +55,7 @@ class DecodeHalf(Parts):
             return
         d.pages = d.books.take(NUM_UNITS + 1, message.generation)
         d.ticket = decode.DecodeTicket(ROOM, message.generation, remote=True)
-        d.door, d.num_tokens = transfer.ReceivingTicket(message.generation), 0
+        d.door, d.num_tokens = transfer.ReceivingTicket(message.generation), message.data
         self.d_publishes()
 
     def d_publishes(self) -> bool:

@@ -24,7 +24,8 @@ def right_token(index: int) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """`boot`: the incarnation of the receiver it is for. `data`: of tokens (index, token), of a failure its cause."""
+    """`boot`: the incarnation of the receiver it is for. `data`: of tokens (index, token), of a failure its cause, of a
+    reserve how many tokens the client has."""
 
     to: str
     boot: int
@@ -77,6 +78,8 @@ class Parts:
     attempt: request.Attempt | None = None
     generation: int = 0
     emitted: list[int] = field(default_factory=list)
+    history_len: int = 0
+    """What the client had when the attempt began."""
     d: DecodeSide = field(default_factory=DecodeSide)
     p: PrefillSide = field(default_factory=PrefillSide)
     commits: Counter[int] = field(default_factory=Counter)

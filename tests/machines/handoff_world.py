@@ -37,18 +37,19 @@ class World(PrefillHalf, DecodeHalf):
     # The gateway
 
     def begin_attempt(self) -> bool:
-        """A new attempt, if there is none and nothing has reached the client yet."""
+        """A new attempt, if there is none and something is left to send: behind what has reached the client."""
         is_busy = self.attempt is not None and self.attempt.state not in request.TERMINAL
-        if is_busy or self.emitted or self.is_closing:
+        if is_busy or len(self.emitted) == NUM_TOKENS or self.is_closing:
             return False
         self.generation += 1
+        self.history_len = len(self.emitted)
         self.attempt = request.Attempt(ROOM, self.generation)
         self._step_gateway(request.WorkersChosen(self.generation))
         self.repeat_orders()
         return True
 
     def repeat_orders(self) -> None:
-        self.send(DECODE, "reserve", self.generation)
+        self.send(DECODE, "reserve", self.generation, self.history_len)
         self.send(PREFILL, "prefill", self.generation)
 
     def end_attempt(self, cause: Cause) -> None:

@@ -154,9 +154,9 @@ class Handoff(RuleBasedStateMachine):
         assert len(self.world.emitted) <= NUM_TOKENS
 
     @invariant()
-    def an_attempt_that_has_emitted_is_not_tried_again(self) -> None:
+    def an_attempt_that_has_emitted_says_so(self) -> None:
         attempt = self.world.attempt
-        assert attempt is None or attempt.retryable == (not self.world.emitted) or attempt.state in request.TERMINAL
+        assert attempt is None or attempt.emitted == (len(self.world.emitted) > self.world.history_len)
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -180,6 +180,19 @@ def test_undisturbed_the_model_serves_the_request() -> None:
     assert states == [D.RESERVED, D.FILLING, D.STARTED, D.QUARANTINED]
     assert world.commits == {1: 1}
     assert set(world.outcomes) <= {Outcome.APPLIED, Outcome.LATE}
+
+
+@pytest.mark.parametrize("num_tokens", range(1, NUM_TOKENS))
+def test_the_attempt_after_a_loss_goes_on_behind_what_the_client_has(num_tokens: int) -> None:
+    world = World()
+    while len(world.emitted) < num_tokens:
+        world.proceed()
+    world.crash(DECODE)
+    while world.proceed():
+        pass
+    assert (world.generation, world.history_len) == (2, num_tokens)
+    assert world.emitted == [right_token(index) for index in range(NUM_TOKENS)]
+    assert world.commits == {1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("side", [DECODE, PREFILL])

@@ -107,7 +107,7 @@ REQUEST_EVENTS = events(request, [request.WorkersChosen, request.Granted, reques
 
 
 @given(st.lists(REQUEST_EVENTS, max_size=30))
-def test_an_attempt_that_has_emitted_is_never_retryable_and_tells_its_legs_once(walk: list[Event]) -> None:
+def test_an_attempt_knows_whether_it_has_emitted_and_tells_its_legs_once(walk: list[Event]) -> None:
     attempt = request.Attempt(1, GENERATION)
     told = 0
     asked = False
@@ -121,5 +121,5 @@ def test_an_attempt_that_has_emitted_is_never_retryable_and_tells_its_legs_once(
         told += request.CancelLegs() in step.effects
         emitted |= step.outcome is Outcome.APPLIED and isinstance(event, request.TokensArrived)
         attempt = step.ticket
-        assert attempt.retryable is not emitted
+        assert attempt.emitted is emitted
     assert told == int(asked and attempt.state is request.RequestState.ENDED)

@@ -28,6 +28,7 @@ class Client:
         self.finishes: list[str | None] = [None] * len(self.tokens)
         self.outcome: Outcome | None = None
         self.error: BatonError | None = None
+        self.timings: dict[str, object] = {}
         self._fail = fail
 
     def request(self) -> GenerationRequest:
@@ -58,6 +59,7 @@ class Client:
             self.outcome = Outcome.RIGHT
         except BatonError as error:
             self.error, self.outcome = error, Outcome.ERROR
+            self.timings = generation.timings()
         finally:
             await generation.aclose()
 

@@ -129,10 +129,11 @@ class Cluster:
         stop_after: dict[int, int] | None = None,
         leave_after: int | None = None,
         priority: int = 0,
+        on_batch: Callable[[Answer], None] = lambda answer: None,
         **sampling: Any,
     ) -> Answer:
         """A client. stop_after: choice -> tokens after which the text side stops it. leave_after: batches after
-        which the client goes away."""
+        which the client goes away. on_batch: told after each of them what has come so far."""
         spec = SamplingSpec(**({"temperature": 0.0, "max_tokens": 8} | sampling))
         request = GenerationRequest(
             "req-sim", tuple(prompt), spec, path, strict, timeout_s, kv_precision=kv_precision, priority=priority
@@ -152,6 +153,7 @@ class Cluster:
                         generation.stop_choice(event.choice)
                 if batches == leave_after:
                     break
+                on_batch(answer)
         except BatonError as error:
             answer.error = error
         finally:

@@ -203,7 +203,7 @@ class Simulation:
         if client.error is not None:
             name = client.error.code
             struck = Counter() if self._fault_free else self._chaos.struck
-            if (why := check_error(client.visit, client.error, struck, self.plan)) is not None:
+            if (why := check_error(client.visit, client.error, struck, client.timings)) is not None:
                 self.watch.fail("an error has a cause", f"request {client.visit.number}: {client.error!r}: {why}")
         elif client.outcome is Outcome.RIGHT and not client.visit.can_fit:
             name = "right"
@@ -215,5 +215,6 @@ class Simulation:
             self.result.work["steps"] += worker.engine.stats.steps
             self.result.work["preemptions"] += worker.engine.stats.preemptions
         for gateway in self._cluster.gateways:
-            self.result.work["attempts retried"] += gateway.counters["attempts_retried"]
+            for counter in ("attempts_retried", "recoveries", "recoveries_resumed", "recoveries_given_up"):
+                self.result.work[counter.replace("_", " ")] += gateway.counters[counter]
             self.result.work["replays"] += gateway.counters["replays"]

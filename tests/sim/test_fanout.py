@@ -72,13 +72,14 @@ def test_decode_fails_and_prefill_and_client_know_at_once(phase: str, how: str) 
 
 
 def test_prefill_dies_between_token_0_and_the_commit() -> None:
-    """The client has a token already, so it is told; it must not wait for a heartbeat to be missed."""
+    """The client has a token already; what comes next must not wait for a heartbeat to be missed."""
 
     def policy(envelope: Envelope) -> Iterable[float]:
         return () if verb_of(envelope) == subjects.COMMIT else (0.0,)
 
     async def scenario() -> None:
         async with Cluster(policy=policy) as cluster:
+            only_once(cluster)
             prefill = cluster.prefills[0]
             asking = asked(cluster, prompt_of(13))
             await until(in_state(prefill, "committing"), 5.0)
@@ -185,6 +186,7 @@ def test_an_end_is_never_overwritten(order: str) -> None:
 
     async def scenario() -> None:
         async with Cluster() as cluster:
+            only_once(cluster)
             worker = cluster.decodes[0]
             held: list[Commit] = []
             on_commit = worker.desk.on_commit  # type: ignore[union-attr]
@@ -246,8 +248,8 @@ def test_the_first_cause_reaches_the_client_though_every_notice_of_it_is_lost() 
     run_virtual(scenario())
 
 
-def test_a_failure_before_anything_was_sent_to_the_client_is_tried_again_though_token_0_is_there() -> None:
-    """Token 0 and the failure arrive together: the client gets every token once, from the second attempt."""
+def test_token_0_and_the_failure_arrive_together() -> None:
+    """The client gets every token once: that one, and the others from the second attempt."""
 
     async def scenario() -> None:
         async with Cluster(prefills=2, decodes=2) as cluster:

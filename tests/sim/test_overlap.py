@@ -11,6 +11,7 @@ from shared.runtime.errors import Corrupt, GeometryMismatch
 from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeLink, Mishap
 from shared.transfer.link import Piece
+from tests.sim.asking import only_once
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.test_flows import oracle
 from tests.sim.virtual_time import run_virtual
@@ -85,6 +86,7 @@ def test_a_layer_that_was_never_sent_is_missed_before_anything_is_decoded(
 
     async def scenario() -> None:
         async with Cluster(overlap="layers") as cluster:
+            only_once(cluster)
             count = 0
             real = FakeLink.send
 

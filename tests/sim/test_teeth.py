@@ -11,6 +11,7 @@ import pytest
 
 from services.decode import flow as decode_flow
 from services.decode.desk import DecodeDesk
+from services.gateway.flow import RequestFlow
 from services.gateway.inbox import Inbox, Letterbox
 from services.gateway.legs import Legs
 from services.prefill import flow as prefill_flow
@@ -136,6 +137,11 @@ def test_the_index_check_on_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Letterbox, "deliver", unchecked)
     assert first_violation() in ("each token exactly once", "tokens are a prefix of the right answer")
+
+
+def test_an_answer_that_has_begun_is_taken_up_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestFlow, "_are_too_many", lambda flow, failures: flow._history.begun)
+    assert first_violation(aimed({"crash decode"}, {"started"})) == "an error has a cause"
 
 
 def test_the_replay_after_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,12 +193,12 @@ class Watch:
         inbox: Any = gateway.inbox
         open_box, on_fail = inbox.open, inbox.on_fail
 
-        def watched_open(room: int, generation: int, num_choices: int) -> Any:
+        def watched_open(room: int, generation: int, history: Any) -> Any:
             task = asyncio.current_task()
             assert task is not None
             self.clients[room] = task
             self._enter("gateway", RequestState.ROUTING.value, TicketKey(room, generation), gateway)
-            return open_box(room, generation, num_choices)
+            return open_box(room, generation, history)
 
         async def watched_on_fail(notice: Fail) -> Verdict:
             box = inbox._boxes.get(notice.room)

@@ -5,6 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.generation import TokenEvent
+from services.gateway.history import History
 from services.gateway.inbox import Inbox
 from shared.machines.stepping import Cause
 from shared.protocol.messages import Fail, FinishReason, TokenEntry, TokenLogprob, Tokens
@@ -33,7 +35,7 @@ def test_overlapping_repeated_and_reordered_messages_give_one_stream(length: int
         messages.append(entry(start, tokens[start:end], FinishReason.LENGTH if end == length else None))
     if not lossy:
         messages.append(entry(0, tokens, FinishReason.LENGTH))
-    box = Inbox(Counters()).open(ROOM, GENERATION, 1)
+    box = Inbox(Counters()).open(ROOM, GENERATION, History.empty(1))
     for message in messages:
         box.deliver(message)
     passed = [event.token for event in box.events]
@@ -47,17 +49,31 @@ def test_overlapping_repeated_and_reordered_messages_give_one_stream(length: int
 
 
 def test_a_hole_is_noted_and_nothing_behind_it_passes() -> None:
-    box = Inbox(Counters()).open(ROOM, GENERATION, 1)
+    box = Inbox(Counters()).open(ROOM, GENERATION, History.empty(1))
     assert box.deliver(entry(0, (1, 2))) == 2
     assert box.deliver(entry(3, (4,))) == 0
     assert box.gap
     assert box.expected == [2]
 
 
+def test_a_later_attempt_begins_behind_what_the_client_has() -> None:
+    """Also where somebody says all of it again; what was accepted and never taken is not part of it."""
+    history = History.empty(2)
+    first = Inbox(Counters()).open(ROOM, GENERATION, history)
+    first.deliver(entry(0, (1, 2, 3)))
+    history.add([TokenEvent(0, 0, 1), TokenEvent(0, 1, 2), TokenEvent(1, 0, 9, finish=FinishReason.STOP)])
+    box = Inbox(Counters()).open(ROOM, GENERATION, history)
+    assert box.deliver(entry(0, (1, 2))) == 0
+    assert box.deliver(entry(0, (1, 2, 3, 4), FinishReason.LENGTH)) == 2
+    assert [(event.index, event.token) for event in box.events] == [(2, 3), (3, 4)]
+    assert box.deliver(entry(1, (7,)).model_copy(update={"choice": 1})) == 0
+    assert all(box.finished)
+
+
 async def test_strangers_are_counted_and_change_nothing() -> None:
     counters = Counters()
     inbox = Inbox(counters)
-    box = inbox.open(ROOM, GENERATION, 1)
+    box = inbox.open(ROOM, GENERATION, History.empty(1))
     late = entry(0, (9,), generation=GENERATION - 1)
     beyond = entry(0, (9,)).model_copy(update={"choice": 3})
     await inbox.on_tokens(Tokens(sender="d", entries=(late, beyond)))

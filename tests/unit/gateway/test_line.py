@@ -110,6 +110,21 @@ def test_the_smaller_priority_number_comes_first_and_within_it_who_came_first() 
     assert crowd.served == [places[index] for index in (2, 4, 0, 3, 1)]
 
 
+def test_who_has_lost_its_workers_comes_before_everybody_and_is_never_passed() -> None:
+    crowd, line = Crowd(Pool({"a": 10})), Line(RULES)
+    crowd.pool.free["a"] = 6  # something else runs
+    small, urgent, lost = Place(1.0), Place(2.0, -1), Place(9.0, 5)
+    lost.lost_at = 10.0
+    for place, pages in ((small, 1), (urgent, 1), (lost, 8)):
+        crowd.wants[place] = (pages, 1.0)
+        line.join(place)
+    crowd.advance(line, 10.0)
+    assert crowd.served == [], "the room is kept"
+    crowd.pool.free["a"] += 4
+    crowd.advance(line, 11.0)
+    assert crowd.served == [lost, urgent, small]
+
+
 def test_small_ones_pass_a_big_one_three_times_and_then_it_is_next() -> None:
     crowd, line = Crowd(Pool({"a": 10})), Line(RULES)
     crowd.pool.free["a"] = 6  # something else runs

@@ -11,7 +11,7 @@ from services.gateway.breaker import Health
 from services.gateway.router import DefaultPolicy
 from services.gateway.workers import WorkerRegistry
 from shared.runtime.clock import LoopClock
-from shared.runtime.errors import CapacityError, QueueFull
+from shared.runtime.errors import BatonError, CapacityError, DeadlineExceeded, NoWorker, QueueFull
 from tests.unit.gateway.reports import AUTO, registry, report
 
 
@@ -104,6 +104,41 @@ async def test_who_comes_back_keeps_its_place_also_in_a_full_queue() -> None:
         known.observe(report("prefill", "p0", 40, sequence=4))
 
 
+async def test_who_has_lost_its_workers_is_not_sent_away() -> None:
+    """Neither for the queue's length nor for its time: its request came long ago, and its answer has begun."""
+    known = registry()
+    known.observe(report("prefill", "p0", 1))
+    known.observe(report("decode", "d0"))
+    rooms = queue(known, max_queued=1, queue_timeout_s=0.05)
+    now = asyncio.get_running_loop().time()
+    lost = Waiting(now - 500, returning=True, lost_at=now)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as clients:
+        back = clients.create_task(rooms.wait(lost, AUTO, 1, now + 60))
+        await expect(CapacityError, rooms.wait(Waiting(now), AUTO, 2, now + 60))
+        assert not back.done()
+        known.observe(report("prefill", "p0", 15, sequence=2))
+        assert (await back).decode.report.id == "d0"
+    known.observe(report("prefill", "p0", 1, sequence=3))
+    await expect(DeadlineExceeded, rooms.wait(lost, AUTO, 3, asyncio.get_running_loop().time() + 0.2))
+
+
+async def test_workers_that_are_gone_are_waited_for_a_while_by_who_was_served() -> None:
+    known = registry()
+    rooms = queue(known, queue_timeout_s=0.3)
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    await expect(NoWorker, rooms.wait(Waiting(now), AUTO, 1, now + 60))
+    assert loop.time() - now < 0.2
+    await expect(NoWorker, rooms.wait(Waiting(now - 500, lost_at=now), AUTO, 2, now + 60))
+    assert 0.3 <= loop.time() - now < 5.0
+    async with asyncio.timeout(10), asyncio.TaskGroup() as clients:
+        back = clients.create_task(rooms.wait(Waiting(now - 500, lost_at=loop.time()), AUTO, 3, now + 60))
+        while not rooms.num_waiting:
+            await asyncio.sleep(0)
+        known.observe(report("decode", "d0", boot="b1"))
+        assert (await back).path == "local"
+
+
 async def test_what_a_due_request_lacks_is_kept_for_it_and_nothing_else() -> None:
     """The big one waits for D; a small one still goes to the other D, and the same P."""
     known = registry()
@@ -148,7 +183,7 @@ async def test_of_many_that_are_served_at_once_only_one_is_a_probe() -> None:
     assert rooms.breakers.shut(now) == {}
 
 
-async def expect(kind: type[CapacityError], waiting: Any) -> str:
+async def expect(kind: type[BatonError], waiting: Any) -> str:
     with pytest.raises(kind) as caught:
         await waiting
     return caught.value.code
