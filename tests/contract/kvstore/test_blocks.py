@@ -158,12 +158,13 @@ async def test_a_lease_ends_by_itself_unless_it_is_extended(ends: Ends, store: K
     putter, loader, _ = ends
     chain = chain_of("leased", 1)
     await putter.put(chain, putter.pages_for(1))
+    ended = store.counters["leases_ended"]
     question = Lookup(lease=new_room(), namespace=loader.client.namespace, keys=chain, remaining_s=0.3)
     assert (await say(loader, store, subjects.LOOKUP, question, LookupReply)).num_blocks == 1
     found = await loader.find(chain)
     assert found is not None
-    assert store.report().queues["leases"] == 2
-    await until(lambda: store.report().queues["leases"] == 1)
+    await until(lambda: store.counters["leases_ended"] == ended + 1)
+    assert store.report().queues["leases"] == 1
     longer = await loader.client.extend(found, 60.0)
     assert longer is not None
     assert longer.deadline > found.deadline
