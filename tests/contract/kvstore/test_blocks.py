@@ -63,7 +63,7 @@ async def test_what_one_puts_others_load(ends: Ends, store: KvstoreService) -> N
         assert (loader.side.component(0)[:, others].view(np.uint8) == POISON).all()
         assert store.report().queues["leases"] == 1
         await loader.client.release(found)
-        assert store.report().queues["leases"] == 0
+        await until(lambda: store.report().queues["leases"] == 0)
 
 
 async def test_a_chain_that_goes_on_brings_only_what_is_new(ends: Ends, store: KvstoreService) -> None:
@@ -147,6 +147,7 @@ async def test_questions_that_are_asked_again_get_the_same_answer(ends: Ends, st
     assert loader.rows(own) == putter.rows(pages)
     release = Lease(lease=question.lease, remaining_s=0)
     assert [(await say(loader, store, subjects.LEASE, release, Verdict)).ok for _ in range(2)] == [True, True]
+    assert (await say(loader, store, subjects.LOOKUP, question, LookupReply)).num_blocks == 0, "it came too late"
     longer = Lease(lease=question.lease, remaining_s=5)
     assert not (await say(loader, store, subjects.LEASE, longer, Verdict)).ok
     assert (await say(loader, store, subjects.LOAD, order.model_copy(update={"room": 77}), LoadReply)).code == (
