@@ -52,6 +52,8 @@ class StoreDesk:
         self.draining = False
         self._stored: Tombstones[StoredReply] = Tombstones(self.deps.clock)
         self._loaded: Tombstones[LoadReply] = Tombstones(self.deps.clock)
+        self._released: Tombstones[bool] = Tombstones(self.deps.clock)
+        """Leases that were let go: a question that comes late does not bring one back."""
         self._subscriptions: list[Subscription] = []
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
@@ -107,7 +109,8 @@ class StoreDesk:
         self.deps.counters.add("blocks_asked", len(question.keys))
         chain = Chain(name_of(question.namespace), question.keys, first_block=question.first_block)
         away = self.flow.beneath is None or self.flow.beneath.is_away
-        if self.draining or not self.index.held_of(chain, memory_only=away):
+        over = self.draining or self._released.get(question.lease) is not None
+        if over or not self.index.held_of(chain, memory_only=away):
             return LookupReply(num_blocks=0)
         try:
             self.namespaces.open_soon(question.namespace)  # it may have nothing but blocks beneath
@@ -140,6 +143,8 @@ class StoreDesk:
         """Keeps it for longer, or lets it go."""
         now = self.deps.clock.now()
         lease = self.index.leases.find(order.lease, now)
+        if not order.remaining_s:
+            self._released.put(order.lease, True)
         if lease is None:
             return Verdict(ok=order.remaining_s == 0, code=UnknownRoom.code, message="there is no such lease any more")
         lease.deadline = now + min(order.remaining_s, _LONGEST_LEASE_S)

@@ -3,6 +3,7 @@ slow, damaged or away costs hits and nothing else."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -174,7 +175,7 @@ async def test_what_waits_to_be_written_is_bounded(cluster: World) -> None:
     store = await cluster.start_store("slow", driver)
     await putter.put(chain_of("warm-up", 1), putter.pages_for(1))
     assert store.beneath is not None
-    object.__setattr__(store.beneath._settings, "max_waiting", 8)
+    store.beneath._settings = replace(store.beneath._settings, max_waiting=8)
     await putter.put(chain_of("too many", 20), putter.pages_for(20))
     await until(lambda: store.counters["writes_dropped"] == 20 - 8 - 3)
     driver.gate.set()
@@ -212,6 +213,8 @@ async def test_a_driver_that_is_away_has_nothing(cluster: World) -> None:
     await until(lambda: at_rest(store.report()))
     found = await loader.find(chain)
     assert found is not None
+    assert store.beneath is not None
+    store.beneath._settings = replace(store.beneath._settings, away_s=300.0)
     driver.fails = StoreUnavailable("no route to host")
     with pytest.raises(StoreUnavailable):
         await loader.load(found, loader.pages_for(6))
@@ -220,7 +223,7 @@ async def test_a_driver_that_is_away_has_nothing(cluster: World) -> None:
     assert driver.gets == asked
     driver.fails = None
     await loader.client.release(found)
-    await until(lambda: store.beneath is not None and not store.beneath.is_away)
+    store.beneath._away_until = 0.0
     assert await loads(loader, chain, rows) == 6
 
 

@@ -62,7 +62,7 @@ async def test_what_one_puts_others_load(ends: Ends, store: KvstoreService) -> N
         assert (loader.side.component(0)[:, others].view(np.uint8) == POISON).all()
         assert store.report().queues["leases"] == 1
         await loader.client.release(found)
-        assert store.report().queues["leases"] == 0
+        await until(lambda: store.report().queues["leases"] == 0)
 
 
 async def test_a_chain_that_goes_on_brings_only_what_is_new(ends: Ends, store: KvstoreService) -> None:
@@ -146,6 +146,7 @@ async def test_questions_that_are_asked_again_get_the_same_answer(ends: Ends, st
     assert loader.rows(own) == putter.rows(pages)
     release = Lease(lease=question.lease, remaining_s=0)
     assert [(await say(loader, store, subjects.LEASE, release, Verdict)).ok for _ in range(2)] == [True, True]
+    assert (await say(loader, store, subjects.LOOKUP, question, LookupReply)).num_blocks == 0, "it came too late"
     longer = Lease(lease=question.lease, remaining_s=5)
     assert not (await say(loader, store, subjects.LEASE, longer, Verdict)).ok
     assert (await say(loader, store, subjects.LOAD, order.model_copy(update={"room": 77}), LoadReply)).code == (
@@ -157,12 +158,13 @@ async def test_a_lease_ends_by_itself_unless_it_is_extended(ends: Ends, store: K
     putter, loader, _ = ends
     chain = chain_of("leased", 1)
     await putter.put(chain, putter.pages_for(1))
+    ended = store.counters["leases_ended"]
     question = Lookup(lease=new_room(), namespace=loader.client.namespace, keys=chain, remaining_s=0.3)
     assert (await say(loader, store, subjects.LOOKUP, question, LookupReply)).num_blocks == 1
     found = await loader.find(chain)
     assert found is not None
-    assert store.report().queues["leases"] == 2
-    await until(lambda: store.report().queues["leases"] == 1)
+    await until(lambda: store.counters["leases_ended"] == ended + 1)
+    assert store.report().queues["leases"] == 1
     longer = await loader.client.extend(found, 60.0)
     assert longer is not None
     assert longer.deadline > found.deadline

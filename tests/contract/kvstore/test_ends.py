@@ -40,7 +40,7 @@ async def test_a_put_that_stops_half_way_is_never_seen_and_its_units_come_back(
     putter, _, _ = ends
     chain, pages = chain_of("half", 3), putter.pages_for(3)
     before = units_of(store)
-    offer = offer_of(putter, chain, remaining_s=0.6)
+    offer = offer_of(putter, chain, remaining_s=2.0)
     reply = await say(putter, store, subjects.OFFER, offer, OfferReply)
     assert units_of(store) == (before[0] - 3, 0)
     assert store.report().tickets["reserved"] == 3
@@ -118,7 +118,7 @@ async def test_a_load_into_a_ticket_that_does_not_want_it_fails_and_holds_nothin
     closed, secret = new_ticket()
     with pytest.raises(TransferError):
         await loader.client.load(found, closed, secret, loader.side.link.address, deadline)
-    assert store.report().queues["loads"] == 0
+    await until(lambda: store.report().queues["loads"] == 0)
     assert store.report().queues["leases"] == 1
     assert (await loader.load(found, own)).num_blocks == 2, "the lease holds"
     await loader.client.release(found)
