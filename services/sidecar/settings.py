@@ -40,10 +40,11 @@ class SidecarProcessSettings(SidecarSettings):
         """A new one."""
         rules = Rules(
             burst_bytes=int(self.burst_bytes),
+            window_bytes=int(self.background_window_bytes) if self.traffic_classes else 0,
             background_bytes_per_s=None if self.background_bytes_per_s is None else float(self.background_bytes_per_s),
             classes=self.traffic_classes,
         )
-        return Gate(rules, int(self.background_window_bytes) if self.traffic_classes else 0)
+        return Gate(rules)
 
     @property
     def injected(self) -> Faults:

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings
 
+from shared.runtime.bursts import polite_burst
 from shared.runtime.placement import Placement
 
 _LEAST_BURST, _LONGEST_BURST = 1 << 12, 1 << 26
@@ -41,15 +42,22 @@ class PolitenessSettings(BaseSettings):
     def placement(self) -> Placement:
         return Placement.of(self.niceness, self.cores, self.numa_node)
 
+    @property
+    def _polite_burst_bytes(self) -> int:
+        """As the sidecar's gate has it."""
+        burst_bytes, window_bytes = int(self.burst_bytes), int(self.background_window_bytes)
+        return polite_burst(burst_bytes, window_bytes if self.traffic_classes else 0)
+
     @model_validator(mode="after")
     def _can_be_polite(self) -> Self:
         Placement.of(self.niceness, self.cores, self.numa_node)
         if not _LEAST_BURST <= self.burst_bytes <= _LONGEST_BURST:
             raise ValueError(f"burst_bytes ({self.burst_bytes}) must be between 4KiB and 64MiB")
-        rate = self.background_bytes_per_s
-        if rate is not None and rate * self.stall_timeout_s < _BURSTS_A_STALL * self.burst_bytes:
+        rate, burst_bytes = self.background_bytes_per_s, self._polite_burst_bytes
+        if rate is not None and rate * self.stall_timeout_s < _BURSTS_A_STALL * burst_bytes:
             raise ValueError(
-                f"background_bytes_per_s ({rate}) is so low that its bursts of {self.burst_bytes} bytes would come too "
-                f"rarely for stall_timeout_s ({self.stall_timeout_s:g}): raise it, or lower burst_bytes"
+                f"background_bytes_per_s ({rate}) is so low that its bursts of {burst_bytes} bytes would come too "
+                f"rarely for stall_timeout_s ({self.stall_timeout_s:g}): raise it, or lower burst_bytes or "
+                "background_window_bytes"
             )
         return self

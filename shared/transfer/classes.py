@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from shared.runtime.bursts import polite_burst
+
 
 class TrafficClass(StrEnum):
     """Highest first. last: the last chunk of a hand-off. recovery: stored state that a request waits for. background:
@@ -67,10 +69,13 @@ def _seats() -> Mapping[TrafficClass, int]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """burst_bytes: longest burst. width: bursts under way to one peer at once. background_bytes_per_s: cap for each
-    peer; None: none. classes: False: all transfers are of one class, for comparison."""
+    """burst_bytes: longest burst. window_bytes: what recovery and background may have sent that has not arrived yet, so
+    that little of it is ahead of a hand-off in the network's queues; 0: any. width: bursts under way to one peer at
+    once. background_bytes_per_s: cap for each peer; None: none. classes: False: all transfers are of one class, for
+    comparison."""
 
     burst_bytes: int = 4 * _MIB
+    window_bytes: int = 0
     width: int = 2
     shares: Mapping[TrafficClass, float] = field(default_factory=_shares)
     seats: Mapping[TrafficClass, int] = field(default_factory=_seats)
@@ -78,6 +83,11 @@ class Rules:
     patience_s: float = 0.25
     background_bytes_per_s: float | None = None
     classes: bool = True
+
+    @property
+    def polite_burst_bytes(self) -> int:
+        """Longest burst of recovery and background."""
+        return polite_burst(self.burst_bytes, self.window_bytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -266,6 +276,6 @@ class Scheduler:
             return None
         bucket = self._buckets.get(flow.link)
         if bucket is None:
-            depth = float(self.rules.burst_bytes)
+            depth = float(self.rules.polite_burst_bytes)
             bucket = self._buckets[flow.link] = _Bucket(rate, depth, depth, now)
         return bucket

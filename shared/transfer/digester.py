@@ -91,8 +91,7 @@ def put_back(found: np.ndarray, flat: np.ndarray, whole: int) -> None:
 
 def digests_of_rows(rows: np.ndarray) -> np.ndarray:
     """Of each layer's in `Plane.first_rows`: [layers, 16]."""
-    joined = np.ascontiguousarray(rows).reshape(len(rows), -1)
-    return np.stack([entry(xxhash.xxh3_128_digest(layer.data)) for layer in joined])
+    return np.stack([entry(xxhash.xxh3_128_digest(np.ascontiguousarray(layer).data)) for layer in rows])
 
 
 def entry(digest: bytes) -> np.ndarray:

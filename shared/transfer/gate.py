@@ -17,11 +17,10 @@ _POLITE = frozenset({TrafficClass.RECOVERY, TrafficClass.BACKGROUND})
 
 
 class Gate:
-    """One a sidecar. now: seconds of any clock that does not jump. window_bytes: what recovery and background may have
-    sent that has not arrived yet, so that little of it is ahead of a hand-off in the network's queues; 0: any."""
+    """One a sidecar. now: seconds of any clock that does not jump."""
 
-    def __init__(self, rules: Rules, window_bytes: int = 0, now: Callable[[], float] = time.monotonic) -> None:
-        self.rules, self.window_bytes, self.now = rules, window_bytes, now
+    def __init__(self, rules: Rules, now: Callable[[], float] = time.monotonic) -> None:
+        self.rules, self.now = rules, now
         self.lock = threading.Lock()
         self.scheduler = Scheduler(rules)
         self._turns: dict[Flow, GatedTurn] = {}
@@ -74,13 +73,12 @@ class GatedTurn:
 
     @property
     def burst_bytes(self) -> int:
-        """Where there is a window, half of it, so that it is never empty and hardly exceeded."""
-        longest, window = self._gate.rules.burst_bytes, self.window_bytes
-        return min(longest, max(1, window // 2)) if window else longest
+        rules = self._gate.rules
+        return rules.polite_burst_bytes if self._flow.traffic in _POLITE else rules.burst_bytes
 
     @property
     def window_bytes(self) -> int:
-        return self._gate.window_bytes if self._flow.traffic in _POLITE else 0
+        return self._gate.rules.window_bytes if self._flow.traffic in _POLITE else 0
 
     def wait(self, num_bytes: int) -> None:
         gate = self._gate

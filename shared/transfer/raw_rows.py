@@ -4,11 +4,13 @@ Each step's rows are digested by the thread that moves them, right before they l
 in the cache, and reading them twice costs memory once. A thread beside it would take a core from the kernel's copies.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from shared.transfer.coded_rows import WireCost
 from shared.transfer.pool import Pool, Run, room_for_digests
 from shared.transfer.row_spans import Step, Steps, steps_of
 from shared.transfer.vectors import Vectors
@@ -26,18 +28,21 @@ class RawRows:
     step_bytes: int = STEP_BYTES
     apart: bool = False
 
-    def send(self, run: Run, layers: range, before: Callable[[int], None]) -> list[np.ndarray]:
+    def send(self, run: Run, layers: range, before: Callable[[int], None]) -> tuple[list[np.ndarray], WireCost]:
         """Sends these layers of `run` and returns the digests of each, as `Pool.digests` does. before(num_bytes):
         called before each step, may raise. Reads no page any more when it ends, however it ends."""
+        sent = WireCost()
         cut, vectors = self._begin(run, layers)
         digests = room_for_digests(run, layers)
         digester = self.pool.digester(run, layers, digests)
         for step in cut.steps:
             before(step.num_bytes)
             digester.upto(digester.whole_below(step.layers[-1], step.first_unit + len(step.run.units)))
+            began = time.monotonic()
             vectors.send(self.fd, step.spans.start, step.spans.stop)
+            sent += WireCost(step.num_bytes, time.monotonic() - began)
         digester.rest()
-        return list(digests)
+        return list(digests), sent
 
     def receive(
         self, run: Run, layers: range, before: Callable[[], None], after: Callable[[Step], None]

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from shared.protocol.messages import LinkAddress
-from shared.runtime.errors import PeerLost, TransferError
+from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit
 from shared.transfer.backend import Channel, Digests, Event, Faults, Manifest, Timing
@@ -25,13 +25,14 @@ from shared.transfer.ledger import bytes_of
 from shared.transfer.link import Piece
 from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.permits import PERMIT, Permits
-from shared.transfer.pool import Pool, Run, room_for_digests
+from shared.transfer.pool import BURST_BYTES, Pool, Run, room_for_digests
 from shared.transfer.regroup import GatheringMover, RegroupingMover, source_of
 from shared.transfer.sending import expect_ok, header_frame, introduce, runs_of, travelling, wait_for, wire_pieces
 from shared.transfer.wire import Header
 
 _BACKLOG = 64
-_AT_ONCE_BYTES = 2 << 20
+_AT_ONCE_BYTES, _FEW = 2 << 20, 256
+"""What a turn of the loop copes with; of units without a kernel so many."""
 _PART_BURSTS = 8
 """So many bursts are let through at once: the peer copies fast, and asking costs what copying a tenth of one does."""
 
@@ -141,6 +142,7 @@ class _ShmMover:
 
     def land_in(self, pool: Pool, grant: Grant) -> Digests:
         permits = Permits(self._connection, *self._bursts, self._timing.stall_s)
+        burst_bytes = min(BURST_BYTES, self._bursts[0] or BURST_BYTES)
         digests: Digests = []
         for piece, theirs, run in zip(grant.pieces, self._theirs, grant.runs, strict=True):
             found = room_for_digests(run, piece.layers)
@@ -149,7 +151,7 @@ class _ShmMover:
                     grant.stopped.wait(self._faults.delay_s)
                 first = layers.start - piece.first_layer
                 into = None if self._faults.undigested else found[first : first + len(layers)]
-                steps = pool.copying(self._source, theirs, run, layers, into)
+                steps = pool.copying(self._source, theirs, run, layers, into, burst_bytes)
                 while (going := permits.wait(grant)) and (moved := next(steps, None)) is not None:
                     permits.spend(moved)
                 if not going:
@@ -190,13 +192,13 @@ class _ShmChannel:
             turn.wait(min(left, limit))
             if begun is not None:
                 if not self._may_go_on():
-                    break
+                    return begun.refused()
                 begun.digest(limit)
             left -= limit
         return (begun or self._begin(manifest, pieces)).finish()
 
     def _may_go_on(self) -> bool:
-        """Lets the peer go on; False where it has answered already, which `finish` reads."""
+        """Lets the peer go on; False where it has answered already."""
         try:
             idle = self._connection.is_idle()
             if idle:
@@ -212,7 +214,7 @@ class _ShmChannel:
         num_bytes = self._num_bytes(pieces)
         if num_bytes > min(_AT_ONCE_BYTES, _PART_BURSTS * manifest.turn.burst_bytes):
             return None
-        if not manifest.turn.at_once(max(1, num_bytes)):
+        if self._num_plain(pieces) > _FEW or not manifest.turn.at_once(max(1, num_bytes)):
             return None
         return self._begin(manifest, pieces)
 
@@ -224,14 +226,22 @@ class _ShmChannel:
         runs = runs_of(self._pool, pieces)  # the peer, which is at work already, checks it too
         pool, read = source_of(self.fit, self._pool, runs, wire, lambda: self._aborted)
         found = [room_for_digests(run, run.layers) for run in read]
-        return _Begun(self._connection, found, self._digesting(pool, read, found))
+        burst_bytes = min(BURST_BYTES, bursts[0] or BURST_BYTES)
+        return _Begun(self._connection, found, self._digesting(pool, read, found, burst_bytes))
 
-    def _digesting(self, pool: Pool, runs: Sequence[Run], found: list[np.ndarray]) -> Iterator[int]:
+    def _digesting(self, pool: Pool, runs: Sequence[Run], found: list[np.ndarray], burst_bytes: int) -> Iterator[int]:
         for run, into in zip(runs, found, strict=True):
-            for done in () if self._faults.undigested else pool.digesting(run, run.layers, into):
+            for done in () if self._faults.undigested else pool.digesting(run, run.layers, into, burst_bytes):
                 if self._aborted:
                     raise TransferError("aborted")
                 yield done
+
+    def _num_plain(self, pieces: tuple[Piece, ...]) -> int:
+        """Units and layers that no kernel digests: each takes a turn of Python."""
+        planes = [(self._pool.plane(piece.component), piece) for piece in pieces]
+        kernels = self._pool.kernels
+        plain = [(plane, piece) for plane, piece in planes if not kernels or not kernels.can_digest(plane.unit_bytes)]
+        return sum(len(piece.units) * len(piece.layers(plane.num_layers)) for plane, piece in plain)
 
     def _num_bytes(self, pieces: tuple[Piece, ...]) -> int:
         components = self._pool.layout.components if self.fit is None else self.fit.components
@@ -264,6 +274,11 @@ class _Begun:
     def poll(self, wait_s: float) -> Digests | None:
         self.digest()
         return self.finish() if self._connection.wait_awake(wait_s) else None
+
+    def refused(self) -> Digests:
+        """The peer has answered before all could be there: raises why."""
+        expect_ok(self._connection)
+        raise TransferRefused("malformed: the peer has all of it, and was not let go on")
 
     def finish(self) -> Digests:
         self.digest()

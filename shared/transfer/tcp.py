@@ -16,7 +16,6 @@ from shared.transfer.connection import Connection
 from shared.transfer.door import Door
 from shared.transfer.formats.catalog import EXACT, available, travels_as
 from shared.transfer.grant import Grant, Refused
-from shared.transfer.ledger import payload_bytes
 from shared.transfer.listener import Listener, Mover, greeting
 from shared.transfer.pool import Pool, Run
 from shared.transfer.raw_rows import STEP_BYTES, RawRows
@@ -176,14 +175,14 @@ class _TcpChannel:
         return None
 
     def _send_raw(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, WireCost]:
-        pause, began, apart = self._pause(manifest), time.monotonic(), self._faults.delay_s > 0
-        rows = RawRows(self._connection.fileno(), pool, min(STEP_BYTES, manifest.turn.burst_bytes), apart)
-        digests = [rows.send(run, run.layers, pause) for run in runs]
-        components = pool.layout.components
-        num_bytes = sum(
-            payload_bytes(components[run.component], len(run.units), run.rows_in_last, len(run.layers)) for run in runs
-        )
-        return digests, WireCost(num_bytes, time.monotonic() - began - pause.spent_s)
+        digests: Digests = []
+        step_bytes, apart = min(STEP_BYTES, manifest.turn.burst_bytes), self._faults.delay_s > 0
+        rows, total = RawRows(self._connection.fileno(), pool, step_bytes, apart), WireCost()
+        for run in runs:
+            found, sent = rows.send(run, run.layers, self._pause(manifest))
+            digests.append(found)
+            total += sent
+        return digests, total
 
     def _send_coded(self, pool: Pool, runs: Sequence[Run], manifest: Manifest) -> tuple[Digests, WireCost]:
         digests: Digests = []
@@ -215,12 +214,9 @@ class _Pause:
 
     def __init__(self, connection: Connection, turn: Turn, aborted: threading.Event, delay_s: float) -> None:
         self._connection, self._turn, self._aborted, self._delay_s = connection, turn, aborted, delay_s
-        self.spent_s = 0.0
 
     def __call__(self, num_bytes: int) -> None:
         self._connection.drain(self._turn.window_bytes, self._aborted.is_set)
-        began = time.monotonic()
         self._turn.wait(num_bytes)
         if self._delay_s and self._aborted.wait(self._delay_s):
             raise PeerLost("aborted")
-        self.spent_s += time.monotonic() - began

@@ -11,6 +11,7 @@ import pytest
 
 from shared.runtime.errors import TransferError, TransferRefused
 from shared.transfer.backend import ALWAYS, Digests, Faults, Manifest, Timing, Turn
+from shared.transfer.kernels import load_kernels
 from shared.transfer.link import Piece
 from shared.transfer.permits import Permits
 from shared.transfer.pool import Run
@@ -91,11 +92,13 @@ class Two:
         self.receiver.close()
 
 
-@pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+@pytest.fixture(params=["plain", "compiled"])
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Two]:
     """Bursts of a layer each."""
     monkeypatch.setattr("shared.transfer.shm._PART_BURSTS", 1)
     made = Two(tmp_path)
+    if request.param == "compiled":
+        made.sender.pool.kernels = made.receiver.pool.kernels = load_kernels()
     yield made
     made.close()
 

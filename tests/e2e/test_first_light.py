@@ -100,7 +100,7 @@ def test_a_hand_off_shows_in_timings_and_metrics(cluster: RealCluster) -> None:
         return all(any(line.startswith(name) for line in lines) for name in wanted)
 
     poll(shown, "the prefill worker's metrics do not show what it has sent", 30.0)
-    assert {one["settings"]["burst_bytes"] for one in cluster.workers("sidecar")} == {1 << 20}
+    assert {one["settings"]["burst_bytes"] for one in cluster.workers("sidecar")} == {4 << 20}
 
 
 def test_without_a_prefill_worker_strict_refuses_and_auto_says_local(cluster: RealCluster, tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ def test_what_cannot_be_is_refused_at_start(given: dict[str, str], said: str) ->
     assert said in str(caught.value)
 
 
+def test_a_cap_is_measured_by_the_bursts_of_what_it_caps() -> None:
+    load_settings(SidecarSettings, {"background_bytes_per_s": "1MB"})
+    with pytest.raises(ConfigError, match="its bursts of 4194304 bytes would come too"):
+        load_settings(SidecarSettings, {"background_bytes_per_s": "1MB", "background_window_bytes": "0"})
+
+
 def test_a_range_and_a_list_name_cores() -> None:
     text = f"{OURS[0]}, {OURS[-1]}"
     assert Placement.of(0, text, None).cores == {OURS[0], OURS[-1]}
