@@ -138,6 +138,7 @@ class RoomQueue:
 
     def _serve(self, place: Place, kept: frozenset[str], fleet: Fleet) -> bool:
         question = self._questions[place]
+        place.stranded = False
         if question.answer.done():
             return False
         try:
@@ -147,7 +148,9 @@ class RoomQueue:
         except NoWorker as error:
             if place.lost_at is None or self._looked_at - place.lost_at > self._queue_timeout_s:
                 question.answer.set_result(error)
-            return False  # a worker that died may be started again
+            else:
+                place.stranded = True  # a worker that died may be started again
+            return False
         if route is None:
             return False
         for worker in route.workers:

@@ -87,6 +87,7 @@ class RequestFlow:
         self._place = Waiting(self._begun_at, request.priority)
         self._failed_peers: frozenset[str] = frozenset()
         self._history = History.empty(request.sampling.n)
+        self._identity: str | None = None
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
@@ -150,6 +151,7 @@ class RequestFlow:
             path=request.path,
             strict=request.strict,
             avoid=self._failed_peers,
+            identity=self._identity,
         )
         attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
         attempt.began_at = self._g.deps.clock.now()
@@ -182,6 +184,7 @@ class RequestFlow:
             self._watch.ticket(box.timings)
         if attempt.route is not None:
             self._path = attempt.route.path
+            self._identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
         return batch

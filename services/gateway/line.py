@@ -25,12 +25,14 @@ class LineSettings:
 @dataclass(eq=False, slots=True)
 class Place:
     """A request's place in the line, by its priority and arrival; kept while it is tried, so that it never has to queue
-    anew. lost_at: when it last lost the workers that were serving it. kept: workers whose room is kept for it."""
+    anew. lost_at: when it last lost the workers that were serving it. stranded: there is no worker that it could wait
+    for. kept: workers whose room is kept for it, while it waits."""
 
     since: float
     priority: int = 0
     lost_at: float | None = None
     passed: int = 0
+    stranded: bool = False
     kept: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -51,6 +53,7 @@ class Line:
         return len(self._places)
 
     def join(self, place: Place) -> None:
+        place.kept = frozenset()
         insort(self._places, place, key=lambda p: (p.lost_at is None, p.priority, p.since))
 
     def leave(self, place: Place) -> None:
@@ -65,8 +68,16 @@ class Line:
         """Serves whoever can be served now, in order; those leave the line."""
         waiting: list[Place] = []
         kept: frozenset[str] = frozenset()
-        for place in self._places[: self.settings.reach]:
-            if not serve(place, kept):
+        looked_at = 0
+        for place in list(self._places):
+            if looked_at == self.settings.reach:
+                break
+            served = serve(place, kept)
+            if place.stranded:
+                place.kept = frozenset()
+                continue
+            looked_at += 1
+            if not served:
                 waiting.append(place)
                 kept |= self._keep(place, kept, now, lacks)
                 continue

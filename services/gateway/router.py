@@ -19,7 +19,8 @@ from shared.runtime.errors import NoWorker
 class Demand:
     """What a request needs: its prompt, the choices that are to go on, and the path it may take. caught_up: of each of
     them, positions behind the prompt that D has to compute; none of a new request. avoid: peers that failed this
-    request before; they are asked again only where there is no other."""
+    request before; they are asked again only where there is no other. identity: of the model that began the answer,
+    which no other may end; None: it has not begun."""
 
     prompt_len: int
     num_choices: int
@@ -28,6 +29,7 @@ class Demand:
     max_tokens: int = 1
     caught_up: tuple[int, ...] = ()
     avoid: frozenset[str] = frozenset()
+    identity: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,47 +79,65 @@ class DefaultPolicy:
 
     def choose(self, demand: Demand, fleet: Fleet) -> Route | None:
         decodes, prefills = _candidates(demand, fleet)
-        willing = [w for w in decodes if w.peer not in fleet.refused]
         if prefills is None:
-            local = choose_local(demand, willing)
+            local = choose_local(demand, _willing(decodes, "local", fleet), decodes)
             return None if local is None else Route(local, None)
-        decode = choose_decode(demand, willing)
+        decode = choose_decode(demand, _willing(decodes, "decode", fleet), decodes)
         if decode is None:
             return None
-        matching = _matching(decode, prefills, fleet)
-        prefill = choose_prefill(demand, [w for w in matching if w.peer not in fleet.refused])
+        matching = _matching(decode, prefills)
+        prefill = choose_prefill(demand, _willing(matching, "prefill", fleet), matching)
         return None if prefill is None else Route(decode, prefill)
 
     def aim(self, demand: Demand, fleet: Fleet) -> Route | None:
         decodes, prefills = _candidates(demand, fleet)
-        decode = _roomiest(demand, decodes)
+        leg = "local" if prefills is None else "decode"
+        decode = _roomiest(demand, usable(decodes, leg, fleet.shut, _peer))
         if decode is None:
             return None
         if prefills is None:
             return Route(decode, None)
-        prefill = _roomiest(demand, _matching(decode, prefills, fleet))
+        prefill = _roomiest(demand, usable(_matching(decode, prefills), "prefill", fleet.shut, _peer))
         return None if prefill is None else Route(decode, prefill)
 
 
 def _candidates(demand: Demand, fleet: Fleet) -> tuple[Sequence[Worker], Sequence[Worker] | None]:
-    """Ds, and Ps if the path is remote; NoWorker where there is none."""
-    if not fleet.decodes:
-        raise NoWorker("no decode worker is alive", retry_after_s=1.0)
-    is_remote = demand.path == "remote" or (demand.path == "auto" and (demand.strict or bool(fleet.prefills)))
-    if is_remote and not fleet.prefills:
+    """Ds, and Ps if the path is remote, whether or not they can be asked now; NoWorker where there is none."""
+    decodes, prefills = _of_its_model(demand, fleet.decodes), _of_its_model(demand, fleet.prefills)
+    if not decodes:
+        what = "no decode worker is alive" if not fleet.decodes else "no decode worker holds the model of this answer"
+        raise NoWorker(what, retry_after_s=1.0)
+    if demand.path == "auto" and not demand.strict:
+        is_remote = bool(prefills) and not _outgrows(demand, prefills)
+    else:
+        is_remote = demand.path != "local"
+    if is_remote and not prefills:
         raise NoWorker("no prefill worker is alive and this request must not take another path", retry_after_s=1.0)
-    if not is_remote:
-        return usable(fleet.decodes, "local", fleet.shut, _peer), None
-    return usable(_served(fleet), "decode", fleet.shut, _peer), fleet.prefills
+    return (_served(decodes, prefills), prefills) if is_remote else (decodes, None)
 
 
-def _served(fleet: Fleet) -> Sequence[Worker]:
+def _of_its_model(demand: Demand, workers: Sequence[Worker]) -> Sequence[Worker]:
+    """What has begun with one model, its weights and its kind of state, goes on with the same."""
+    return [w for w in workers if demand.identity in (None, w.report.identity)]
+
+
+def _outgrows(demand: Demand, prefills: Sequence[Worker]) -> bool:
+    """An answer that has grown, with its prompt, beyond every P: a D may have room for both all the same."""
+    return demand.identity is not None and not any(could_fit(w, demand) for w in prefills)
+
+
+def _willing(workers: Sequence[Worker], leg: str, fleet: Fleet) -> Sequence[Worker]:
+    """Those that can be asked now."""
+    return [w for w in usable(workers, leg, fleet.shut, _peer) if w.peer not in fleet.refused]
+
+
+def _served(decodes: Sequence[Worker], prefills: Sequence[Worker]) -> Sequence[Worker]:
     """The Ds that some P can hand over to; all where there is none, so that it is said what does not fit."""
-    identities = {w.report.identity for w in fleet.prefills}
-    return [w for w in fleet.decodes if w.report.identity in identities] or fleet.decodes
+    identities = {w.report.identity for w in prefills}
+    return [w for w in decodes if w.report.identity in identities] or decodes
 
 
-def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Sequence[Worker]:
+def _matching(decode: Worker, prefills: Sequence[Worker]) -> Sequence[Worker]:
     """The Ps that can hand over to this D."""
     matching = [w for w in prefills if w.report.identity == decode.report.identity]
     if not matching:
@@ -127,7 +147,7 @@ def _matching(decode: Worker, prefills: Sequence[Worker], fleet: Fleet) -> Seque
             f"decode holds {decode.report.identity}",
             retry_after_s=1.0,
         )
-    return usable(matching, "prefill", fleet.shut, _peer)
+    return matching
 
 
 def _roomiest(demand: Demand, workers: Sequence[Worker]) -> Worker | None:
@@ -139,20 +159,21 @@ def _peer(worker: Worker) -> str:
     return worker.peer
 
 
-def choose_prefill(demand: Demand, prefills: Sequence[Worker]) -> Worker | None:
-    """The P whose queue is shortest among those with credit for the whole prompt."""
-    able = _able(demand, prefills)
+def choose_prefill(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
+    """The P whose queue is shortest among those with credit for the whole prompt. known: all there are, where some of
+    them cannot be asked now."""
+    able = _able(demand, willing, known)
     return min(able, key=lambda w: (_work_ahead(w), -w.free_pages, w.peer), default=None)
 
 
-def choose_decode(demand: Demand, decodes: Sequence[Worker]) -> Worker | None:
+def choose_decode(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
     """The D with most free pages among those with room for the prompt and its choices' first steps."""
-    return max(_able(demand, decodes), key=lambda w: (w.free_pages, w.peer), default=None)
+    return max(_able(demand, willing, known), key=lambda w: (w.free_pages, w.peer), default=None)
 
 
-def choose_local(demand: Demand, decodes: Sequence[Worker]) -> Worker | None:
+def choose_local(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
     """The D with fewest prompts to compute, then the one with most free pages, among those with room."""
-    able = _able(demand, decodes)
+    able = _able(demand, willing, known)
     return min(able, key=lambda w: (_prompts_ahead(w), -w.free_pages, w.peer), default=None)
 
 
@@ -167,12 +188,12 @@ def pages_wanted(worker: Worker, demand: Demand) -> int:
     return prompt + sum(worker.pages_for(num_tokens + steps) for num_tokens in behind)
 
 
-def _able(demand: Demand, workers: Sequence[Worker]) -> list[Worker]:
-    """Those with room now. Where the request could never fit any of them they are asked all the same, because only a
+def _able(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker]) -> list[Worker]:
+    """Those with room now. Where the request could never fit any worker they are asked all the same, because only a
     worker itself can say so, and waiting would hold up everybody behind. A worker with preempted requests takes no new
     ones."""
-    never = not any(could_fit(w, demand) for w in workers)
-    able = [w for w in workers if never or has_room(w, demand)]
+    never = not any(could_fit(w, demand) for w in known or willing)
+    able = [w for w in willing if never or has_room(w, demand)]
     return [w for w in able if w.peer not in demand.avoid] or able
 
 

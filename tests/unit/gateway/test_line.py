@@ -125,6 +125,33 @@ def test_who_has_lost_its_workers_comes_before_everybody_and_is_never_passed() -
     assert crowd.served == [lost, urgent, small]
 
 
+def test_those_for_whom_there_is_no_worker_are_in_nobodys_way() -> None:
+    line, served = Line(RULES), []
+    stranded = [Place(float(k)) for k in range(2 * RULES.reach)]
+    for place in stranded:
+        place.lost_at, place.stranded = 5.0, True
+        line.join(place)
+        place.kept = frozenset({"a"})  # of an earlier wait
+    new = Place(99.0)
+    line.join(new)
+
+    def serve(place: Place, kept: frozenset[str]) -> bool:
+        if place.stranded or "a" in kept:
+            return False
+        served.append(place)
+        return True
+
+    line.advance(100.0, serve, lambda place, kept: frozenset())
+    assert served == [new]
+
+
+def test_who_comes_back_begins_with_nothing_kept() -> None:
+    line, place = Line(RULES), Place(1.0)
+    place.kept = frozenset({"a"})
+    line.join(place)
+    assert place.kept == frozenset()
+
+
 def test_small_ones_pass_a_big_one_three_times_and_then_it_is_next() -> None:
     crowd, line = Crowd(Pool({"a": 10})), Line(RULES)
     crowd.pool.free["a"] = 6  # something else runs

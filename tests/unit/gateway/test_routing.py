@@ -141,6 +141,45 @@ def test_workers_of_another_model_are_never_paired() -> None:
         choose(AUTO, [prefill], [decode])
 
 
+def test_an_answer_that_has_begun_goes_on_with_its_own_model() -> None:
+    """Also where D computes it all again: another model would end what this one began."""
+    prefills, decodes = [worker("prefill", "p0")], [worker("decode", "d0", 20), worker("decode", "d1", identity="new")]
+    for demand in (AUTO, LOCAL, REMOTE):
+        route = choose(replace(demand, identity="same"), prefills, decodes)
+        assert route is not None
+        assert route.decode is decodes[0]
+        with pytest.raises(NoWorker, match="no decode worker holds the model"):
+            choose(replace(demand, identity="same"), prefills, decodes[1:])
+    upgraded = [worker("prefill", "p1", identity="new")]
+    route = choose(replace(AUTO, identity="same"), upgraded, decodes)
+    assert route is not None
+    assert (route.path, route.decode) == ("local", decodes[0])
+
+
+def test_an_answer_that_outgrows_every_prefill_worker_goes_on_where_it_fits() -> None:
+    grown, small = (
+        replace(AUTO, prompt_len=1000, identity="same"),
+        worker("prefill", "p0", 50, pages=Pages(total=50, free=50)),
+    )
+    decode = worker("decode", "d0")
+    route = choose(grown, [small], [decode])
+    assert route is not None
+    assert route.path == "local"
+    for strict in (replace(grown, strict=True), replace(grown, path="remote"), replace(grown, identity=None)):
+        route = choose(strict, [small], [decode])
+        assert route is not None
+        assert route.path == "remote", "only the worker itself can say that it never fits"
+
+
+def test_who_is_too_small_is_not_asked_while_one_that_is_not_cannot_be() -> None:
+    small, large = worker("decode", "d0", 3, pages=Pages(total=3, free=3)), worker("decode", "d1")
+    fleet = Fleet([worker("prefill", "p0")], [small, large], frozenset({large.peer}))
+    assert DefaultPolicy().choose(AUTO, fleet) is None
+    shut = replace(fleet, refused=frozenset(), shut={(large.peer, "decode"): (1, 1.0)})
+    assert DefaultPolicy().choose(AUTO, shut) is None
+    assert DefaultPolicy().choose(LOCAL, replace(fleet, prefills=[])) is None
+
+
 async def test_what_was_asked_for_is_charged_until_a_report_counts_it() -> None:
     known = registry()
     known.observe(report("decode", "d0", 50))
