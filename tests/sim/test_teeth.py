@@ -5,12 +5,12 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from services.decode import flow as decode_flow
 from services.decode.desk import DecodeDesk
+from services.decode.ticket import DecodeTicket
 from services.gateway.flow import RequestFlow
 from services.gateway.inbox import Inbox, Letterbox
 from services.gateway.legs import Legs
@@ -20,7 +20,7 @@ from shared.engine.sequence import Group
 from shared.protocol.messages import Commit, CommitReply, TokenEntry
 from shared.runtime.errors import Corrupt
 from shared.transfer.fake import FakeLink
-from shared.transfer.link import TicketKey
+from shared.transfer.link import Receipt, TicketKey
 from shared.worker.gateway_watch import GatewayWatch
 from shared.worker.tickets import TicketTable
 from tests.sim.plan import Trigger, draw
@@ -119,9 +119,11 @@ def test_the_sweep_for_lost_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
     await_bytes = decode_flow._await_bytes
 
-    async def trusting(*args: Any) -> None:
-        with contextlib.suppress(Corrupt):
-            await await_bytes(*args)
+    async def trusting(d: decode_flow.DecodeFlow, ticket: DecodeTicket, record: Commit) -> Receipt:
+        try:
+            return await await_bytes(d, ticket, record)
+        except Corrupt:
+            return await d.link.received(ticket.key)
 
     monkeypatch.setattr(decode_flow, "_await_bytes", trusting)
     assert first_violation() == "tokens are a prefix of the right answer"
