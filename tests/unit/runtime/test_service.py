@@ -310,7 +310,8 @@ async def test_signals_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
         await task
     assert store.stopped == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)], "a guard is left"
+    guards = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(guard.finished.is_set() for guard in guards), "a guard is left"
 
 
 PROGRAM = """
