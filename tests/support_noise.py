@@ -17,20 +17,15 @@ from shared.protocol.messages import (
     Destination,
     Fail,
     FirstToken,
-    Geometry,
-    LinkAddress,
-    MalformedMessage,
     Prefill,
     Replay,
     Reserve,
     SamplingSpec,
     TokenEntry,
     Tokens,
-    WireModel,
-    WorkerReport,
-    decode,
-    encode,
 )
+from shared.protocol.reports import Geometry, LinkAddress, WorkerReport
+from shared.protocol.wire import MalformedMessage, WireModel, decode, encode
 
 LISTENERS: dict[str, dict[str, type[WireModel]]] = {
     "decode": {"reserve": Reserve, "commit": Commit, "replay": Replay, "cancel": Cancel, "fail": Fail},

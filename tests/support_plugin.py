@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ECHO = """
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.transfer.backend import Channel
 from shared.transfer.backends import Offer, Site
 from shared.transfer.tcp import TcpBackend

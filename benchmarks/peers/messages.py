@@ -11,7 +11,8 @@ from pathlib import Path
 from shared.bus.base import Message
 from shared.bus.nats import connect
 from shared.bus.server import NatsServer
-from shared.protocol.messages import TokenEntry, Tokens, decode, encode
+from shared.protocol.messages import TokenEntry, Tokens
+from shared.protocol.wire import decode, encode
 
 _SUBJECT = "baton.v1.gateway.bench.tokens"
 _TICK_S = 0.005

@@ -21,8 +21,8 @@ from shared.protocol.messages import (
     Reserve,
     TokenEntry,
     Verdict,
-    WireModel,
 )
+from shared.protocol.wire import WireModel
 from shared.runtime.deps import Deps
 from shared.runtime.tombstones import Tombstones
 from shared.transfer.link import Link

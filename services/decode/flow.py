@@ -14,14 +14,7 @@ from shared.engine.api import Engine, TokenOut
 from shared.machines import decode as machine
 from shared.machines.stepping import FINISHED, Cause, Quiesced, TellGateway
 from shared.protocol import subjects
-from shared.protocol.messages import (
-    Commit,
-    CommitReply,
-    CommitStatus,
-    Destination,
-    DestinationReply,
-    DestinationStatus,
-)
+from shared.protocol.messages import Commit, CommitReply, CommitStatus, Destination, DestinationReply, DestinationStatus
 from shared.runtime.deps import Deps
 from shared.runtime.errors import (
     BatonError,

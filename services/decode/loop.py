@@ -11,7 +11,8 @@ from shared.bus.base import BusError
 from shared.engine.api import StepOutput
 from shared.machines import decode as machine
 from shared.protocol import subjects
-from shared.protocol.messages import TicketTimings, TokenEntry, Tokens, encode
+from shared.protocol.messages import TicketTimings, TokenEntry, Tokens
+from shared.protocol.wire import encode
 from shared.runtime.deps import Deps
 from shared.transfer.link import TicketKey
 

@@ -9,7 +9,8 @@ from services.gateway.router import Route
 from shared.machines import request as machine
 from shared.machines.stepping import Event, Outcome
 from shared.protocol import subjects
-from shared.protocol.messages import Prefill, Reserve, WireModel
+from shared.protocol.messages import Prefill, Reserve
+from shared.protocol.wire import WireModel
 
 
 @dataclass(slots=True)

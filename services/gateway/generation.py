@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shared.protocol.messages import FinishReason, KvPrecision, SamplingSpec, TokenLogprob
+from shared.protocol.messages import FinishReason, SamplingSpec, TokenLogprob
+from shared.protocol.wire import KvPrecision
 
 PathPolicy = Literal["auto", "remote", "local"]
 DEFAULT_TENANT = "default"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 
 from shared.bus.base import BusError, NoResponders
 from shared.protocol import subjects
-from shared.protocol.messages import Ping, encode
+from shared.protocol.messages import Ping
+from shared.protocol.wire import encode
 from shared.runtime.deps import Deps
 
 EVERY_S = 0.1

@@ -21,7 +21,8 @@ from services.gateway.workers import WorkerRegistry
 from shared.bus.listen import listen
 from shared.engine.weights.catalog import PreparedModel, prepare
 from shared.protocol import subjects
-from shared.protocol.messages import Fail, Tokens, WorkerReport
+from shared.protocol.messages import Fail, Tokens
+from shared.protocol.reports import WorkerReport
 from shared.runtime.errors import BatonError
 from shared.runtime.service import Service
 from shared.runtime.settings import GatewaySettings

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from shared.bus.base import Bus, Message, Subscription
 from shared.protocol import subjects
-from shared.protocol.messages import MalformedMessage, WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import MalformedMessage, decode
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
 from shared.runtime.mode import Mode

@@ -13,7 +13,7 @@ from services.kvstore.ticket import LoadTicket, Put
 from shared.bus.base import Subscription
 from shared.bus.listen import listen
 from shared.protocol import subjects
-from shared.protocol.messages import Cancel, CommitStatus, Ping, Verdict, WireModel
+from shared.protocol.messages import Cancel, CommitStatus, Ping, Verdict
 from shared.protocol.store_messages import (
     Lease,
     Load,
@@ -27,6 +27,7 @@ from shared.protocol.store_messages import (
     Stored,
     StoredReply,
 )
+from shared.protocol.wire import WireModel
 from shared.runtime.errors import BatonError, Cancelled, DeadRoom, PeerLost, QueueFull, ShuttingDown, UnknownRoom
 from shared.runtime.tombstones import Tombstones
 from shared.store.namespaces import name_of

@@ -11,7 +11,7 @@ from services.kvstore.namespaces import Namespaces
 from services.kvstore.put_flow import StoreFlow
 from shared.bus.base import Bus
 from shared.machines.block import BlockState
-from shared.protocol.messages import Pages, WorkerReport
+from shared.protocol.reports import Pages, WorkerReport
 from shared.runtime.service import Service
 from shared.runtime.settings import ConfigError, KvstoreSettings, SidecarSettings, load_settings
 from shared.store.driver import BlockDriver

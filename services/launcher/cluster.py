@@ -18,7 +18,8 @@ from shared.bus.base import Bus, BusError, Message
 from shared.bus.nats import connect
 from shared.bus.server import NatsServer, NatsServerError
 from shared.protocol import subjects
-from shared.protocol.messages import MalformedMessage, WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import MalformedMessage, decode
 from shared.runtime.tasks import TaskOwner
 
 START_TIMEOUT_S = 900.0

@@ -19,8 +19,8 @@ from shared.protocol.messages import (
     Prefill,
     PrefillTimings,
     Verdict,
-    WireModel,
 )
+from shared.protocol.wire import WireModel
 from shared.runtime.deps import Deps
 from shared.runtime.errors import GeometryMismatch, IdentityMismatch
 from shared.transfer.link import Link

@@ -1,6 +1,7 @@
 """Which wire format a prompt's state leaves in."""
 
-from shared.protocol.messages import LinkAddress, OnWire, Prefill
+from shared.protocol.messages import OnWire, Prefill
+from shared.protocol.reports import LinkAddress
 from shared.runtime.counters import Counters
 from shared.state.layout import PoolLayout
 from shared.transfer.formats.agree import agree, common, ran

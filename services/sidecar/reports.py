@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.sidecar.settings import SidecarProcessSettings
 from shared.bus.base import BusError
 from shared.bus.nats import connect, options_from
-from shared.protocol.messages import WorkerReport
+from shared.protocol.reports import WorkerReport
 from shared.runtime.clock import LoopClock
 from shared.runtime.heartbeat import Heartbeat
 from shared.runtime.ids import peer_name

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from services.sidecar.settings import SidecarProcessSettings
-from shared.protocol.messages import LinkAddress, WorkerReport
+from shared.protocol.reports import LinkAddress, WorkerReport
 from shared.runtime.eager import begin
 from shared.runtime.errors import BatonError
 from shared.runtime.ids import new_boot_id

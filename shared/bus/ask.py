@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from shared.bus.base import Bus, BusClosed, BusError, BusTimeout, NoResponders
-from shared.protocol.messages import MalformedMessage, WireModel, decode, encode
+from shared.protocol.wire import MalformedMessage, WireModel, decode, encode
 from shared.runtime.clock import Clock
 from shared.runtime.errors import DeadlineExceeded, PeerLost, ProtocolError
 

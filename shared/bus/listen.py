@@ -5,7 +5,8 @@ from typing import TypeVar
 
 from shared.bus.base import Bus, Message, Subscription
 from shared.protocol import subjects
-from shared.protocol.messages import MalformedMessage, Verdict, WireModel, decode, encode
+from shared.protocol.messages import Verdict
+from shared.protocol.wire import MalformedMessage, WireModel, decode, encode
 from shared.runtime.counters import Counters
 
 M = TypeVar("M", bound=WireModel)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from shared.protocol.messages import FinishReason, FirstToken, Geometry, SamplingSpec, TokenLogprob
+from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec, TokenLogprob
+from shared.protocol.reports import Geometry
 from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.layout import PoolLayout
 from shared.transfer.link import Piece, TicketKey

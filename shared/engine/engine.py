@@ -25,7 +25,8 @@ from shared.engine.settings import EngineSettings
 from shared.engine.stash import Stash
 from shared.engine.streams import ChunkStreams
 from shared.engine.watch import StepUnwanted, StepWatch
-from shared.protocol.messages import FirstToken, Geometry, SamplingSpec
+from shared.protocol.messages import FirstToken, SamplingSpec
+from shared.protocol.reports import Geometry
 from shared.runtime.clock import Clock, LoopClock
 from shared.runtime.errors import BatonError, Cancelled, EngineError
 from shared.runtime.overlap import BY_CHUNKS, Cut

@@ -6,39 +6,32 @@ clock reading. KV bytes never travel here.
 """
 
 from enum import StrEnum
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from shared.protocol.packing import PackedBytes, PackedInts
-
-Room = Annotated[int, Field(gt=0, lt=1 << 63)]
-Generation = Annotated[int, Field(ge=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PeerName = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,64}$")]
-"""Becomes part of a subject, so nothing else may be in it."""
-Index = Annotated[int, Field(ge=0)]
-Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-"""Of a request: the smaller the number, the sooner its turn."""
-TokenId = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
-MAX_CHOICES = 128
-MAX_ROLL_CALL = 1024
-_MAX_NOTE_LEN = 1000
-Note = Annotated[str, AfterValidator(lambda text: text[:_MAX_NOTE_LEN])]
-"""Words for people. Cut short, because receivers keep them with the memory of ended tickets."""
-Leg = Annotated[str, Field(pattern=r"^(|prefill|decode|gateway|link)$")]
-Code = Annotated[str, Field(pattern=r"^[a-z_]{0,40}$")]
-Secret = Annotated[PackedBytes, Field(max_length=64)]
-FormatName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,16}$")]
-KvPrecision = Literal["lossless", "raw", "fp16", "fp8", "int8", "delta", "auto"]
-"""How a request's state may travel: in this format or, where that is not to be had, in an exact one. `auto`: in
-whatever format pays."""
-
-
-class WireModel(BaseModel):
-    # A log probability may be -inf, which the default would write as null and no peer could read.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+from shared.protocol.packing import PackedInts
+from shared.protocol.reports import Geometry, LinkAddress
+from shared.protocol.wire import (
+    MAX_CHOICES,
+    MAX_ROLL_CALL,
+    Code,
+    Finite,
+    FormatName,
+    Generation,
+    Index,
+    KvPrecision,
+    Leg,
+    Note,
+    PeerName,
+    Priority,
+    Room,
+    Salt,
+    Seconds,
+    Secret,
+    TokenId,
+    WireModel,
+)
 
 
 class SamplingSpec(WireModel):
@@ -76,36 +69,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class LinkAddress(WireModel):
-    """Where a worker's sidecar is reached. A sidecar that restarts has a new boot id."""
-
-    boot_id: str
-    host: str
-    port: Annotated[int, Field(ge=0, le=65535)]
-    socket: str
-    """Name of its socket in the IPC directory; peers that can open it are on the same host."""
-    backends: tuple[str, ...]
-    formats: Annotated[tuple[FormatName, ...], Field(max_length=32)] = ("raw",)
-    """Wire formats it can write and read."""
-    endpoints: tuple[tuple[str, str], ...] = ()
-    """(backend, what it needs beyond host, port and socket to be reached), for those that do."""
-    asked: str = "auto"
-    """The setting `transfer` that `backends` come from."""
-
-    def endpoint(self, backend: str) -> str:
-        return dict(self.endpoints).get(backend, "")
-
-
-class Geometry(WireModel):
-    """What may differ between two workers of one identity and is converted. unit_bytes: of the first of `tp_size`
-    ranks that share the state."""
-
-    page_tokens: Annotated[int, Field(ge=1)]
-    components: tuple[str, ...]
-    unit_bytes: tuple[int, ...]
-    tp_size: Annotated[int, Field(ge=1)] = 1
-
-
 class TicketMessage(WireModel):
     room: Room
     generation: Generation
@@ -133,6 +96,13 @@ class Reserve(TicketMessage):
     never samples them again."""
     finished: Annotated[tuple[Index, ...], Field(max_length=MAX_CHOICES)] = ()
     """Choices of `history` that are over; they are not continued."""
+    salt: Salt = ""
+    """Who may share state with this request; part of the name of every block of it."""
+    load: bool = False
+    """D has the stores' blocks loaded before it computes what is missing. Only where there is no P."""
+    load_least: Index = 0
+    """Where the stores bring fewer positions than that the ticket fails (`store_error`): computing so much here was not
+    meant."""
 
 
 class Prefill(TicketMessage):
@@ -153,6 +123,8 @@ class Prefill(TicketMessage):
     kv_precision: KvPrecision = "lossless"
     resumed: bool = False
     """The client has the first tokens already: D replays them, so P's own are not told to anybody and end nothing."""
+    salt: Salt = ""
+    """As in `Reserve`."""
 
 
 class Verdict(WireModel):
@@ -297,6 +269,12 @@ class TicketTimings(WireModel):
     wire_bytes: tuple[tuple[str, int], ...] = ()
     backend: str | None = None
     backend_asked: str | None = None
+    load_s: Seconds = 0.0
+    """What D waited for the stores."""
+    loaded_tokens: Index = 0
+    """Positions whose state they brought; D computed what comes after these."""
+    cached_tokens: Index = 0
+    """Positions of the prompt that nobody computed anew, wherever their state lay."""
 
 
 class Tokens(WireModel):
@@ -309,6 +287,8 @@ class Tokens(WireModel):
     entries: tuple[TokenEntry, ...]
     timings: tuple[tuple[int, TicketTimings], ...] = ()
     """(room, timings), sent once with a ticket's first tokens."""
+    stored: tuple[tuple[Room, Index], ...] = ()
+    """(room, position): up to there the stores can bring a ticket's state back. Only ever rises."""
 
 
 class Replay(TicketMessage):
@@ -378,68 +358,3 @@ class RollCallReply(WireModel):
     kind: Literal["roll_call_reply"] = "roll_call_reply"
     v: Literal[1] = 1
     gone: tuple[Room, ...]
-
-
-class Pages(WireModel):
-    total: int
-    free: int
-    quarantined: int = 0
-    in_tickets: int = 0
-    yieldable: int = 0
-    """Held by prompts that P computed ahead, which give them up for a new one. Part of `in_tickets`."""
-
-
-class WorkerReport(WireModel):
-    """A heartbeat: what a process is, and what it has right now."""
-
-    kind: Literal["heartbeat"] = "heartbeat"
-    v: Literal[1] = 1
-    role: Literal["gateway", "prefill", "decode", "sidecar", "kvstore"]
-    id: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
-    boot_id: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,23}$")]
-    pid: int
-    host: str
-    http_port: int = 0
-    state: Literal["starting", "ready", "draining"] = "starting"
-    model: str | None = None
-    identity: str | None = None
-    geometry: Geometry | None = None
-    link: LinkAddress | None = None
-    max_model_len: int | None = None
-    pages: Pages | None = None
-    slots: Pages | None = None
-    queues: dict[str, int] = {}
-    tickets: dict[str, int] = {}
-    stashed_bytes: int = 0
-    """Host memory that holds the state of requests that gave their pages up, now."""
-    counters: dict[str, float] = {}
-    settings: dict[str, str | int | float | bool | None] = {}
-    durability: str = ""
-    """Of a kvstore: what of its blocks survives what, in words."""
-    sequence: int = 0
-    """Rises by one with each report of a boot, so that a late one never overwrites a newer one."""
-
-    @property
-    def peer(self) -> str:
-        return f"{self.id}-{self.boot_id}"
-
-
-M = TypeVar("M", bound=WireModel)
-
-
-class MalformedMessage(ValueError):
-    """Bytes from the bus that are not a message of the expected kind."""
-
-
-def encode(message: WireModel) -> bytes:
-    return message.model_dump_json(exclude_defaults=False).encode()
-
-
-def decode(kind: type[M], data: bytes) -> M:
-    """The message in `data`, or MalformedMessage. Never raises anything else."""
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise MalformedMessage(f"{kind.__name__}: {where}: {first['msg']}") from error

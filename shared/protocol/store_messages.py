@@ -11,24 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator
 
-from shared.protocol.messages import (
-    Code,
-    CommitStatus,
-    ComponentDigest,
-    FormatName,
-    Index,
-    LinkAddress,
-    Note,
-    OnWire,
-    PeerName,
-    Priority,
-    Room,
-    Seconds,
-    Secret,
-    TicketMessage,
-    WireModel,
-)
+from shared.protocol.messages import CommitStatus, ComponentDigest, OnWire, TicketMessage
 from shared.protocol.packing import PackedBytes, PackedInts, pack_bytes, unpack_bytes
+from shared.protocol.reports import LinkAddress
+from shared.protocol.wire import Code, FormatName, Index, Note, PeerName, Priority, Room, Seconds, Secret, WireModel
 
 KEY_BYTES = 16
 MAX_KEYS = 8192

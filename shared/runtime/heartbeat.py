@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from shared.bus.base import Bus, BusError, Message
 from shared.protocol import subjects
-from shared.protocol.messages import WorkerReport, encode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import encode
 from shared.runtime.clock import Clock
 
 log = logging.getLogger(__name__)

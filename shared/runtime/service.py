@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from aiohttp import web
 
 from shared.bus.base import Bus, BusError
-from shared.protocol.messages import WorkerReport
+from shared.protocol.reports import WorkerReport
 from shared.runtime.clock import Clock, LoopClock
 from shared.runtime.counters import Counters
 from shared.runtime.deps import Deps

@@ -21,7 +21,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from shared.protocol.messages import KvPrecision
+from shared.protocol.wire import KvPrecision
 from shared.runtime.backend_names import chosen_names
 from shared.runtime.config_file import CONFIG_VARIABLE as CONFIG_VARIABLE
 from shared.runtime.config_file import PREFIX as PREFIX

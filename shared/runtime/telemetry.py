@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from shared.protocol.messages import Pages, WorkerReport
+from shared.protocol.reports import Pages, WorkerReport
 from shared.runtime.log_limit import RepeatLimit
 
 _NOT_A_NAME = re.compile(r"[^a-z0-9_]")

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from shared.bus.ask import ask
 from shared.protocol import subjects
-from shared.protocol.messages import Cancel, CommitStatus, LinkAddress, Verdict, WireModel
+from shared.protocol.messages import Cancel, CommitStatus, Verdict
+from shared.protocol.reports import LinkAddress
 from shared.protocol.store_messages import (
     Lease,
     Load,
@@ -25,6 +26,7 @@ from shared.protocol.store_messages import (
     Stored,
     StoredReply,
 )
+from shared.protocol.wire import WireModel
 from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError, Corrupt, GeometryMismatch, StoreError, StoreUnavailable, error_from_code
 from shared.runtime.ids import new_room

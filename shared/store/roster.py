@@ -2,7 +2,8 @@
 
 from shared.bus.base import Message, Subscription
 from shared.protocol import subjects
-from shared.protocol.messages import MalformedMessage, WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import MalformedMessage, decode
 from shared.runtime.deps import Deps
 
 

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.state.remap import Fit
 from shared.transfer.link import Piece, TicketKey
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.backend_names import GROUP, chosen_names, entry_point, owner
 from shared.runtime.config_file import ConfigError
 from shared.transfer.backend import Backend, Faults, Timing

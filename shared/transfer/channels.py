@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.transfer.backend import Backend, Channel
 from shared.transfer.quiet_threads import Threads

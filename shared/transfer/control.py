@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shared.protocol.messages import ComponentDigest, Generation, LinkAddress, OnWire, Room, WireModel
+from shared.protocol.messages import ComponentDigest, OnWire
 from shared.protocol.packing import PackedBytes, PackedUnits, as_json
+from shared.protocol.reports import LinkAddress
+from shared.protocol.wire import Generation, Room, WireModel
 from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 from shared.transfer.classes import TrafficClass

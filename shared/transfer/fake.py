@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.protocol.messages import LinkAddress, OnWire
+from shared.protocol.messages import OnWire
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import GeometryMismatch, PeerLost, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.protocol.messages import ComponentDigest, LinkAddress, OnWire
+from shared.protocol.messages import ComponentDigest, OnWire
 from shared.protocol.packing import PackedUnits
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import PeerLost
 from shared.transfer.classes import HANDOFF, Standing
 from shared.transfer.formats.agree import EXACT_FORMATS

@@ -15,8 +15,9 @@ from dataclasses import replace
 import numpy as np
 from pydantic import Field
 
-from shared.protocol.messages import LinkAddress, WireModel
 from shared.protocol.packing import PackedBytes
+from shared.protocol.reports import LinkAddress
+from shared.protocol.wire import WireModel
 from shared.runtime.errors import PeerLost, TransferRefused, TransferTimeout
 from shared.state.layout import PoolLayout
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing

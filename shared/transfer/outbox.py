@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import TransferError
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit

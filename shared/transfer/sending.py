@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from shared.protocol.messages import WireModel
 from shared.protocol.packing import as_json
+from shared.protocol.wire import WireModel
 from shared.runtime.errors import Corrupt, GeometryMismatch, PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit, fit_between

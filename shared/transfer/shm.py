@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused
 from shared.state.layout import PoolLayout
 from shared.state.remap import Fit

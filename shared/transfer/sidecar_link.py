@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Self
 
-from shared.protocol.messages import LinkAddress, OnWire
+from shared.protocol.messages import OnWire
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError
 from shared.state.layout import PoolLayout
 from shared.transfer.classes import HANDOFF, Standing

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
-from shared.protocol.messages import LinkAddress, WireModel
+from shared.protocol.reports import LinkAddress
+from shared.protocol.wire import WireModel
 from shared.runtime.config_file import EXIT_CONFIG, ConfigError
 from shared.runtime.errors import PeerLost, error_from_code
 from shared.state.layout import PoolLayout

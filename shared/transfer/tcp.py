@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import Corrupt, PeerLost
 from shared.state.remap import Fit
 from shared.transfer.backend import Begun, Channel, Digests, Event, Faults, Manifest, Timing, Turn

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from shared.protocol.messages import OnWire, WireModel
+from shared.protocol.messages import OnWire
+from shared.protocol.wire import WireModel
 from shared.transfer.classes import TrafficClass
 
 

@@ -20,8 +20,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.protocol.messages import FormatName, Generation, Room, WireModel
 from shared.protocol.packing import PackedBytes, PackedUnits
+from shared.protocol.wire import FormatName, Generation, Room, WireModel
 from shared.runtime.errors import TransferRefused
 from shared.state.layout import PoolLayout
 

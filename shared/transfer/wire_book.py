@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from shared.protocol.messages import LinkAddress, OnWire
+from shared.protocol.messages import OnWire
+from shared.protocol.reports import LinkAddress
 from shared.state.components import StateComponent
 from shared.transfer.backend import Wire
 from shared.transfer.control import Reply

@@ -9,7 +9,8 @@ from shared.bus.listen import listen
 from shared.engine.api import Engine
 from shared.machines.stepping import CANCELLED, FINISHED, Cause
 from shared.protocol import subjects
-from shared.protocol.messages import Cancel, Ping, Prefill, Reserve, Verdict, WireModel
+from shared.protocol.messages import Cancel, Ping, Prefill, Reserve, Verdict
+from shared.protocol.wire import WireModel
 from shared.runtime.deps import Deps
 from shared.runtime.errors import BatonError, PoolExhausted, TicketDenied, error_from_code
 from shared.transfer.link import Link, TicketKey

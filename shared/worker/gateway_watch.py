@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 
 from shared.bus.base import Bus, Message, Subscription
 from shared.protocol import subjects
-from shared.protocol.messages import MalformedMessage, WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import MalformedMessage, decode
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
 

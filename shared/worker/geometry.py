@@ -3,7 +3,7 @@ converted, what a row is made of may not. The two sidecars look at every byte of
 
 from dataclasses import replace
 
-from shared.protocol.messages import Geometry
+from shared.protocol.reports import Geometry
 from shared.runtime.errors import GeometryMismatch
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 
 from shared.bus.ask import ask
 from shared.protocol import subjects
-from shared.protocol.messages import MAX_ROLL_CALL, RollCall, RollCallReply
+from shared.protocol.messages import RollCall, RollCallReply
+from shared.protocol.wire import MAX_ROLL_CALL
 from shared.runtime.deps import Deps
 from shared.runtime.errors import DeadlineExceeded, PeerLost, ProtocolError
 

@@ -16,7 +16,7 @@ from shared.engine.pool import StatePool
 from shared.engine.settings import EngineSettings
 from shared.engine.weights.catalog import prepare
 from shared.engine.weights.formats import check_weights
-from shared.protocol.messages import Pages, WorkerReport
+from shared.protocol.reports import Pages, WorkerReport
 from shared.runtime.cores import host_cores
 from shared.runtime.deps import Deps
 from shared.runtime.service import Service

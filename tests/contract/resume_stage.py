@@ -26,8 +26,8 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
     Verdict,
-    WireModel,
 )
+from shared.protocol.wire import WireModel
 from tests.sim.cluster import Cluster
 from tests.sim.processes import Process, Worker
 from tests.sim.virtual_time import run_virtual

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import TransferError
 from tests.contract.transfer_links import LAYOUT, NIXL, Pair, expected_pool
 from tests.contract.transfer_trio import PIECES, TABLE, Trio, make_trio, pid, receipt_of_a_whole_transfer, until_whole

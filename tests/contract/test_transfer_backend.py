@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from shared.transfer.backend import Backend, Channel, Digests, Event, Faults, Manifest, Timing
 from shared.transfer.door import Door

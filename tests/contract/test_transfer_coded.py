@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import Corrupt, TransferError, TransferRefused
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import TransferError, TransferRefused
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import Shard

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.transfer.link import Piece, Receipt, TicketKey
 from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import Pair, Side, Units, expected_pool, new_ticket, sidecar_side

@@ -12,7 +12,7 @@ import psutil
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from shared.protocol.messages import Geometry
+from shared.protocol.reports import Geometry
 from tests.support_cluster import RealCluster
 from tests.support_noise import LISTENERS, Noise, Sent, Target
 

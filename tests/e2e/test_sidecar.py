@@ -14,7 +14,8 @@ from shared.bus import nats
 from shared.bus.base import Message
 from shared.bus.server import NatsServer
 from shared.protocol import subjects
-from shared.protocol.messages import WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import decode
 from shared.transfer.link import Piece
 from shared.transfer.sidecar_options import SidecarOptions
 from tests.contract.transfer_links import Side, new_ticket, sidecar_side

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from shared.bus.base import Message
 from shared.bus.memory import Envelope
-from shared.protocol.messages import WireModel, decode, encode
+from shared.protocol.wire import WireModel, decode, encode
 from tests.sim.cluster import Answer, Cluster, prompt_of
 from tests.sim.processes import Worker
 

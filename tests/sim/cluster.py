@@ -10,7 +10,8 @@ from services.gateway.generation import GenerationRequest, PathPolicy
 from services.prefill.flow import PrefillFlowSettings
 from shared.bus.memory import Envelope, MemoryHub
 from shared.engine.settings import EngineSettings
-from shared.protocol.messages import KvPrecision, SamplingSpec
+from shared.protocol.messages import SamplingSpec
+from shared.protocol.wire import KvPrecision
 from shared.runtime.errors import BatonError
 from shared.runtime.mode import Mode
 from shared.runtime.overlap import Overlap

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 from unittest import mock
 
-from shared.protocol import messages
+from shared.protocol import wire
 
 
 class _SeededSecrets:
@@ -31,7 +31,7 @@ class _SeededSecrets:
 
 @lru_cache(maxsize=256)
 def _decoded(kind: Any, data: bytes) -> Any:
-    return messages.decode(kind, data)
+    return wire.decode(kind, data)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from shared.engine.models.toy import Toy
 from shared.engine.pool import StatePool
 from shared.engine.settings import plan_layout
 from shared.protocol import subjects
-from shared.protocol.messages import Fail, Pages, Tokens, WorkerReport
+from shared.protocol.messages import Fail, Tokens
+from shared.protocol.reports import Pages, WorkerReport
 from shared.runtime.clock import LoopClock
 from shared.runtime.counters import Counters
 from shared.runtime.deps import Deps

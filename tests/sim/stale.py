@@ -10,16 +10,14 @@ from shared.protocol.messages import (
     Destination,
     Fail,
     FirstToken,
-    Geometry,
-    LinkAddress,
     Replay,
     Reserve,
     SamplingSpec,
     TokenEntry,
     Tokens,
-    WireModel,
-    encode,
 )
+from shared.protocol.reports import Geometry, LinkAddress
+from shared.protocol.wire import WireModel, encode
 from shared.transfer.link import TicketKey
 
 

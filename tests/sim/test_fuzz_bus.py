@@ -13,7 +13,7 @@ from typing import Any
 from shared.bus.base import Message
 from shared.bus.memory import Envelope, MemoryBus
 from shared.protocol import subjects
-from shared.protocol.messages import encode
+from shared.protocol.wire import encode
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.test_flows import oracles
 from tests.sim.virtual_time import run_virtual

@@ -9,7 +9,8 @@ import pytest
 
 from shared.bus.memory import Envelope
 from shared.protocol import subjects
-from shared.protocol.messages import Destination, decode
+from shared.protocol.messages import Destination
+from shared.protocol.wire import decode
 from shared.runtime.errors import DeadlineExceeded
 from shared.transfer.fake import Mishap
 from tests.sim.cluster import Answer, Cluster, prompt_of

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from shared.protocol import subjects
-from shared.protocol.messages import Destination, encode
+from shared.protocol.messages import Destination
+from shared.protocol.wire import encode
 from shared.runtime.ids import new_room
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.virtual_time import run_virtual

@@ -22,10 +22,8 @@ from shared.protocol.messages import (
     SamplingSpec,
     TicketMessage,
     Verdict,
-    WireModel,
-    decode,
-    encode,
 )
+from shared.protocol.wire import WireModel, decode, encode
 from shared.runtime.errors import BatonError, GeometryMismatch, TransferError, TransferTimeout
 from shared.transfer.fake import Mishap
 from tests.sim.cluster import Cluster, prompt_of

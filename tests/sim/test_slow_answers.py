@@ -8,7 +8,8 @@ import pytest
 from shared.bus.ask import ask
 from shared.bus.base import Bus, BusError
 from shared.bus.memory import Envelope
-from shared.protocol.messages import Ping, Verdict, encode
+from shared.protocol.messages import Ping, Verdict
+from shared.protocol.wire import encode
 from shared.runtime.clock import LoopClock
 from tests.sim.cluster import Cluster, prompt_of
 from tests.sim.test_flows import oracle

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.protocol.messages import KvPrecision
+from shared.protocol.wire import KvPrecision
 from shared.runtime.errors import Corrupt
 from shared.transfer.fake import Mishap
 from shared.transfer.link import Piece, TicketKey

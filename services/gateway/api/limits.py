@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from services.gateway.generation import PathPolicy
-from shared.protocol.messages import KvPrecision
+from shared.protocol.wire import KvPrecision
 from shared.runtime.mode import Mode
 from shared.runtime.settings import GatewaySettings
 

@@ -4,7 +4,8 @@ is never agreed on, and refused where it comes all the same (`door.py`)."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.protocol.messages import KvPrecision, OnWire
+from shared.protocol.messages import OnWire
+from shared.protocol.wire import KvPrecision
 from shared.transfer.formats.catalog import DEFAULT, EXACT, LOSSINESS
 
 EXACT_FORMATS = tuple(name for name, place in LOSSINESS.items() if not place)

@@ -13,7 +13,8 @@ import pytest
 
 from shared.bus.base import Message
 from shared.protocol import subjects
-from shared.protocol.messages import WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import decode
 from shared.store.roster import Roster
 from shared.store.runs import BlockRun
 from tests.contract.kvstore.world import Worker, World, chain_of, until, world

@@ -15,8 +15,9 @@ from services.kvstore.service import KvstoreService
 from shared.bus.ask import ask
 from shared.bus.nats import connect
 from shared.protocol import subjects
-from shared.protocol.messages import WireModel, WorkerReport
+from shared.protocol.reports import WorkerReport
 from shared.protocol.store_messages import LoadReply, Offer, OfferReply
+from shared.protocol.wire import WireModel
 from shared.runtime.clock import LoopClock
 from shared.runtime.counters import Counters
 from shared.runtime.deps import Deps

@@ -4,7 +4,7 @@ from typing import Any
 
 from services.gateway.router import Demand
 from services.gateway.workers import WorkerRegistry
-from shared.protocol.messages import Geometry, Pages, WorkerReport
+from shared.protocol.reports import Geometry, Pages, WorkerReport
 from shared.runtime.clock import LoopClock
 from shared.runtime.counters import Counters
 

@@ -1,7 +1,7 @@
 """What the gateway leaves alone is shown where people look: in its report, its metrics, and /cluster."""
 
 from services.gateway.service import GatewayService
-from shared.protocol.messages import WorkerReport
+from shared.protocol.reports import WorkerReport
 from shared.runtime.settings import GatewaySettings
 from shared.runtime.telemetry import render_metrics
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.gateway.router import DefaultPolicy, Demand, Fleet, Route
 from services.gateway.workers import Worker
-from shared.protocol.messages import Geometry, Pages, WorkerReport
+from shared.protocol.reports import Geometry, Pages, WorkerReport
 
 REMOTE = Demand(prompt_len=160, num_choices=1, path="remote", strict=False)
 LOCAL = Demand(prompt_len=160, num_choices=1, path="local", strict=False)

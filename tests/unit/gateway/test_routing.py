@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.router import DefaultPolicy, Demand, Fleet, Route
 from services.gateway.workers import Worker
-from shared.protocol.messages import Pages
+from shared.protocol.reports import Pages
 from shared.runtime.errors import NoWorker
 from tests.unit.gateway.reports import AUTO, registry, report
 

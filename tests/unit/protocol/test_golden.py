@@ -21,10 +21,7 @@ from shared.protocol.messages import (
     Fail,
     FinishReason,
     FirstToken,
-    Geometry,
-    LinkAddress,
     OnWire,
-    Pages,
     Ping,
     Prefill,
     PrefillTimings,
@@ -40,11 +37,9 @@ from shared.protocol.messages import (
     TokenLogprob,
     Tokens,
     Verdict,
-    WireModel,
-    WorkerReport,
-    decode,
-    encode,
 )
+from shared.protocol.reports import Geometry, LinkAddress, Pages, WorkerReport
+from shared.protocol.wire import WireModel, decode, encode
 
 GOLDEN = Path(__file__).parent / "golden"
 UPDATE = "BATON_UPDATE_GOLDEN"
@@ -125,6 +120,21 @@ SAMPLES: dict[str, WireModel] = {
         sampling=SamplingSpec(),
         remaining_s=0.0,
     ),
+    "reserve_stored": Reserve(
+        room=ROOM,
+        generation=3,
+        request_id="req-00",
+        gateway="g0-cccc0001",
+        prefill=None,
+        identity="sha256:1234",
+        prompt=(1, 2, 151_000),
+        sampling=SAMPLING,
+        remaining_s=29.5,
+        history=((17, 4, 150_999),),
+        salt="tenant-a",
+        load=True,
+        load_least=128,
+    ),
     "prefill": Prefill(
         room=ROOM,
         generation=1,
@@ -196,9 +206,13 @@ SAMPLES: dict[str, WireModel] = {
                     wire_format="fp8",
                     wire_bytes=(("kv", 1836),),
                     backend="shm",
+                    load_s=0.01,
+                    loaded_tokens=128,
+                    cached_tokens=64,
                 ),
             ),
         ),
+        stored=((ROOM, 128),),
     ),
     "replay": Replay(room=ROOM, generation=2, wanted=((0, 0), (1, 5))),
     "replay_reply": ReplayReply(status=ReplayStatus.LIVE, entries=(ENTRY,)),
@@ -238,10 +252,13 @@ SAMPLES: dict[str, WireModel] = {
 }
 
 
+_ON_THE_BUS = ("shared.protocol.messages", "shared.protocol.reports")
+
+
 def kinds_of_message(base: type[WireModel] = WireModel) -> list[type[WireModel]]:
     found = [base] if "kind" in base.model_fields else []
     for sub in base.__subclasses__():
-        if sub.__module__ == WireModel.__module__:  # a sidecar's control messages are not on the bus
+        if sub.__module__ in _ON_THE_BUS:  # a sidecar's control messages are not
             found += kinds_of_message(sub)
     return found
 

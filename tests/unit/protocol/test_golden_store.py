@@ -12,16 +12,8 @@ import pytest
 
 from shared.bus.base import MAX_PAYLOAD_BYTES
 from shared.protocol import store_messages
-from shared.protocol.messages import (
-    CommitStatus,
-    ComponentDigest,
-    LinkAddress,
-    MalformedMessage,
-    OnWire,
-    WireModel,
-    decode,
-    encode,
-)
+from shared.protocol.messages import CommitStatus, ComponentDigest, OnWire
+from shared.protocol.reports import LinkAddress
 from shared.protocol.store_messages import (
     MAX_KEYS,
     ComponentSpec,
@@ -38,6 +30,7 @@ from shared.protocol.store_messages import (
     Stored,
     StoredReply,
 )
+from shared.protocol.wire import MalformedMessage, WireModel, decode, encode
 
 GOLDEN = Path(__file__).parent / "golden_store"
 UPDATE = "BATON_UPDATE_GOLDEN"

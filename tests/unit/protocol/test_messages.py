@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from shared.bus.base import MAX_PAYLOAD_BYTES
 from shared.protocol.messages import (
     DestinationReply,
-    MalformedMessage,
     Prefill,
     ReplayReply,
     ReplayStatus,
@@ -23,12 +22,10 @@ from shared.protocol.messages import (
     TokenLogprob,
     Tokens,
     Verdict,
-    WireModel,
-    WorkerReport,
-    decode,
-    encode,
 )
 from shared.protocol.packing import pack_bytes, pack_ints, unpack_bytes, unpack_ints
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import MalformedMessage, WireModel, decode, encode
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
@@ -39,10 +36,13 @@ JSON = st.recursive(
 )
 
 
+_ON_THE_BUS = ("shared.protocol.messages", "shared.protocol.reports")
+
+
 def kinds_by_name(base: type[WireModel] = WireModel) -> dict[str, type[WireModel]]:
     found = {base.model_fields["kind"].default: base} if "kind" in base.model_fields else {}
     for sub in base.__subclasses__():
-        if sub.__module__ == WireModel.__module__:  # a sidecar's control messages are not on the bus
+        if sub.__module__ in _ON_THE_BUS:  # a sidecar's control messages are not
             found |= kinds_by_name(sub)
     return found
 

@@ -15,7 +15,8 @@ import pytest
 from shared.bus.base import Message
 from shared.bus.memory import MemoryBus, MemoryHub
 from shared.protocol import subjects
-from shared.protocol.messages import WorkerReport, decode
+from shared.protocol.reports import WorkerReport
+from shared.protocol.wire import decode
 from shared.runtime import service
 from shared.runtime.clock import LoopClock
 from shared.runtime.errors import BatonError

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.protocol.messages import decode, encode
 from shared.protocol.store_messages import NamespaceSpec
+from shared.protocol.wire import decode, encode
 from shared.runtime.errors import InvalidRequest
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout, Shard

@@ -5,7 +5,9 @@ from typing import get_args
 
 import pytest
 
-from shared.protocol.messages import KvPrecision, LinkAddress, OnWire
+from shared.protocol.messages import OnWire
+from shared.protocol.reports import LinkAddress
+from shared.protocol.wire import KvPrecision
 from shared.transfer.control import Reply
 from shared.transfer.formats.agree import EXACT_FORMATS, accepted, agree, common, ran, together
 from shared.transfer.formats.catalog import LOSSINESS, available, format_for, offered, travels_as

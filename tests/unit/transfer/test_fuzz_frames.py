@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import TransferError
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout, Shard

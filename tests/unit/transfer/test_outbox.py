@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shared.protocol.messages import LinkAddress
+from shared.protocol.reports import LinkAddress
 from shared.runtime.errors import TransferError
 from shared.state.components import IndexKind, StateComponent
 from shared.state.layout import PoolLayout

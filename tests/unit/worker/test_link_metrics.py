@@ -4,7 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.prefill.metrics import HandoffMetrics
-from shared.protocol.messages import FormatName, OnWire, PrefillTimings
+from shared.protocol.messages import OnWire, PrefillTimings
+from shared.protocol.wire import FormatName
 from shared.transfer.classes import TrafficClass
 from shared.transfer.traffic import TrafficSums
 from shared.worker.link_metrics import LinkCollector

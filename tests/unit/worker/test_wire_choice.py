@@ -7,16 +7,9 @@ import pytest
 from services.decode.flow import _check_record
 from services.decode.ticket import DecodeTicket
 from services.prefill.wire_choice import WireChoice
-from shared.protocol.messages import (
-    Commit,
-    FirstToken,
-    KvPrecision,
-    LinkAddress,
-    OnWire,
-    Prefill,
-    Reserve,
-    SamplingSpec,
-)
+from shared.protocol.messages import Commit, FirstToken, OnWire, Prefill, Reserve, SamplingSpec
+from shared.protocol.reports import LinkAddress
+from shared.protocol.wire import KvPrecision
 from shared.runtime.clock import LoopClock
 from shared.runtime.counters import Counters
 from shared.runtime.errors import ProtocolError
