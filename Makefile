@@ -28,8 +28,10 @@ up: $(VENV)/.installed ## a cluster on 127.0.0.1:8000; ARGS="--decode 2" for mor
 	@exec $(BIN)/baton up $(ARGS)
 
 test: lint types ## what CI runs: lint, types, import contracts, every test that is not marked slow, and the simulation
-	$(BIN)/python -m pytest -m "not slow" tests
-	$(MAKE) sim SEEDS=2000
+	@nice -n 19 $(BIN)/python -m tests.sim --seeds 2000 --jobs 1 > $(VENV)/sim.log 2>&1 & simulation=$$!; \
+	echo 'the simulation runs beside the tests, on what they leave of the cores; its table comes after theirs'; \
+	$(BIN)/python -m pytest -m "not slow" tests; tests=$$?; \
+	wait $$simulation; simulation=$$?; cat $(VENV)/sim.log; exit $$((tests | simulation))
 
 lint: $(VENV)/.installed-dev ## ruff, the import contracts, and whether the diagrams of the machines are up to date
 	$(BIN)/ruff check .
