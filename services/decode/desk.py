@@ -27,6 +27,7 @@ from shared.runtime.deps import Deps
 from shared.runtime.tombstones import Tombstones
 from shared.transfer.link import Link
 from shared.worker.desk import Handler, WorkerDesk
+from shared.worker.stores import Stores
 
 _SECRET_BYTES = 32
 _COMMIT_ANSWER_S = 0.4
@@ -39,11 +40,11 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
 
     role = "decode"
 
-    def __init__(self, deps: Deps, engine: Engine, link: Link) -> None:
+    def __init__(self, deps: Deps, engine: Engine, link: Link, stores: Stores | None = None) -> None:
         super().__init__(deps, engine, link)
         self.logs: Tombstones[tuple[TokenEntry, ...]] = Tombstones(deps.clock, capacity=128, keep_s=30.0)
         self.outbox = TokenOutbox(deps, self.tickets.find, engine.begun_at)
-        self._flow = flow.DecodeFlow(deps, engine, link, self.outbox)
+        self._flow = flow.DecodeFlow(deps, engine, link, self.outbox, stores)
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {

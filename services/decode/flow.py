@@ -7,6 +7,7 @@ events of its machine there, or complete what this coroutine waits for.
 import asyncio
 from dataclasses import dataclass
 
+from services.decode.loading import Loaded, load_stored
 from services.decode.loop import TokenOutbox
 from services.decode.ticket import DecodeTicket
 from shared.bus.ask import ask
@@ -27,9 +28,12 @@ from shared.runtime.errors import (
 )
 from shared.runtime.scope import until
 from shared.transfer.formats.agree import accepted
+from shared.transfer.formats.catalog import lossiest
 from shared.transfer.ledger import state_bytes
 from shared.transfer.link import Link, Receipt
+from shared.worker.checkpoint import Checkpoint
 from shared.worker.notices import tell_failure
+from shared.worker.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class DecodeFlow:
     engine: Engine
     link: Link
     outbox: TokenOutbox
+    stores: Stores | None = None
     settings: DecodeFlowSettings = DecodeFlowSettings()
 
 
@@ -62,8 +67,11 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
             ticket.scope.check()
             async with until(ticket.deadline, "the request"):
                 if ticket.order.prefill is None:
+                    loaded = await load_stored(d.deps, d.link, d.stores, ticket) if ticket.order.load else Loaded()
+                    ticket.scope.check()
                     ticket.apply(machine.StartedLocally(ticket.key.generation))
-                    d.engine.start_local(ticket.key)
+                    _begin_checkpoint(d, ticket, loaded.lossiest)
+                    d.engine.start_local(ticket.key, loaded.num_tokens)
                 else:
                     units = d.engine.unit_tables(ticket.key)
                     formats, held_len = accepted(ticket.order.kv_precision), ticket.held_len
@@ -209,13 +217,28 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "backend_asked": record.timings.backend_asked,
         }
     )
+    _begin_checkpoint(d, ticket, lossiest(one.wire_format for one in record.on_wire if one.num_bytes))
     for first in record.first:  # the log takes what comes next, and that is token 0 only where there was none before
         ticket.log(TokenOut(ticket.key, first.choice, 0, first.token, first.logprob, first.finish))
     if ticket.all_done.is_set():  # the handoff tokens ended it: nothing to start, P may let go
         ticket.commit_answer.set_result(CommitReply(status=CommitStatus.COMMITTED))
     else:
         ticket.apply(machine.CommitMatched(ticket.key.generation))
+        if ticket.checkpoint is not None:
+            ticket.checkpoint.reach(ticket.stored_len)
     d.outbox.send_from(ticket, index=0)
+
+
+def _begin_checkpoint(d: DecodeFlow, ticket: DecodeTicket, came_by: str) -> None:
+    """From now on the ticket's blocks go into the stores: of a single choice all, of several what they have in common.
+    came_by: the lossiest format of its state."""
+    if d.stores is None:
+        return
+    order, past = ticket.order, ticket.past
+    known = order.prompt + past.outputs[0] if len(past.outputs) == 1 else order.prompt
+    lineage, tenant = d.stores.lineage(order.salt, came_by), order.salt.partition("/")[0]
+    tell = lambda position: d.outbox.send_stored(ticket, position)  # noqa: E731
+    ticket.checkpoint = Checkpoint(d.deps, d.stores, ticket.key, lineage, known, tenant, tell)
 
 
 def _refusal(reply: DestinationReply) -> BatonError:
@@ -233,7 +256,7 @@ def _ended_at_first(ticket: DecodeTicket, record: Commit) -> bool:
 async def _release(d: DecodeFlow, ticket: DecodeTicket) -> None:
     """Quarantine: first no writer may be left, then no step; only then are the pages free."""
     ticket.end("peer_lost", "the decode worker is shutting down", by="decode")  # nothing new where the end is known
-    if ticket.order.prefill is not None:
+    if ticket.order.prefill is not None or ticket.order.load:
         await d.link.fence(ticket.key)  # if this fails there is no proof, and the pages stay held
     await d.engine.retire(ticket.key)
     if not ticket.commit_answer.done():

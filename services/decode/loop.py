@@ -31,6 +31,7 @@ class TokenOutbox:
         self._begun_at = begun_at
         self._pending: dict[str, dict[tuple[int, int], TokenEntry]] = {}
         self._timings: dict[str, dict[int, TicketTimings]] = {}
+        self._stored: dict[str, dict[int, int]] = {}
         self._wake = asyncio.Event()
 
     def on_step(self, output: StepOutput) -> None:
@@ -73,6 +74,11 @@ class TokenOutbox:
             self._timings.setdefault(gateway, {})[ticket.key.room] = ticket.timings
         self._wake.set()
 
+    def send_stored(self, ticket: DecodeTicket, position: int) -> None:
+        """The stores can bring the ticket's state back up to there."""
+        self._stored.setdefault(ticket.order.gateway, {})[ticket.key.room] = position
+        self._wake.set()
+
     async def run(self) -> None:
         """Sends for ever; the service owns this task."""
         while True:
@@ -80,13 +86,17 @@ class TokenOutbox:
             self._wake.clear()
             pending, self._pending = self._pending, {}
             timings, self._timings = self._timings, {}
-            for gateway, entries in pending.items():
-                await self._send(gateway, tuple(entries.values()), tuple(timings.get(gateway, {}).items()))
+            stored, self._stored = self._stored, {}
+            for gateway in dict.fromkeys((*pending, *stored)):
+                message = Tokens(
+                    sender=self._deps.peer,
+                    entries=tuple(pending.get(gateway, {}).values()),
+                    timings=tuple(timings.get(gateway, {}).items()),
+                    stored=tuple(stored.get(gateway, {}).items()),
+                )
+                await self._send(gateway, message)
 
-    async def _send(
-        self, gateway: str, entries: tuple[TokenEntry, ...], timings: tuple[tuple[int, TicketTimings], ...]
-    ) -> None:
-        message = Tokens(sender=self._deps.peer, entries=entries, timings=timings)
+    async def _send(self, gateway: str, message: Tokens) -> None:
         try:
             await self._deps.bus.publish(subjects.subject("gateway", gateway, subjects.TOKENS), encode(message))
         except (BusError, ValueError):  # ValueError: more than a message holds

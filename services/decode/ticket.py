@@ -18,6 +18,7 @@ from shared.protocol.messages import (
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
 from shared.transfer.link import TicketKey
+from shared.worker.checkpoint import Checkpoint
 from shared.worker.tickets import LiveTicket
 
 
@@ -45,7 +46,8 @@ class ChoiceLog:
 class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
     """secret: what a peer must know to write. state_len: positions whose state is handed over. held_len: those of them
     that are in its pages already, whole pages; who finds some there says so before the destination is sent. record,
-    commit_answer: P's word and ours. all_done: no choice is left. timed: the timings are on their way to the gateway.
+    commit_answer: P's word and ours. all_done: no choice is left. checkpoint: puts its blocks into the stores. timed:
+    the timings are on their way to the gateway.
     """
 
     def __init__(self, order: Reserve, clock: Clock, counters: Counters, secret: bytes) -> None:
@@ -60,6 +62,7 @@ class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
         self.all_done = asyncio.Event()
         starts = [len(tokens) for tokens in past.outputs] or [0] * order.sampling.n
         self.choices = [ChoiceLog(start, stopped=k in past.finished) for k, start in enumerate(starts)]
+        self.checkpoint: Checkpoint | None = None
         self.filling_at: float | None = None
         self.timings, self.timed = TicketTimings(), False
         self._clock = clock
@@ -77,8 +80,19 @@ class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
         if out.logprob is not None:
             choice.logprobs.append(out.logprob)
         choice.finish = out.finish
+        if self.checkpoint is not None:
+            if len(self.choices) == 1:
+                self.checkpoint.add(out.token)
+            self.checkpoint.reach(self.stored_len)
         self._settle()
         return True
+
+    @property
+    def stored_len(self) -> int:
+        """Positions that are worth storing and have their state: of a single choice all but the last token's."""
+        if len(self.choices) > 1:
+            return self.state_len
+        return len(self.order.prompt) + max(0, self.choices[0].end - 1)
 
     def stop_choice(self, choice: int) -> bool:
         """The gateway ended a choice. True where that was news."""

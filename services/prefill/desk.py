@@ -26,6 +26,7 @@ from shared.runtime.errors import GeometryMismatch, IdentityMismatch
 from shared.transfer.link import Link
 from shared.worker.desk import Handler, WorkerDesk, code_of
 from shared.worker.geometry import check_geometry
+from shared.worker.stores import Stores
 
 _EARLY_HOLD_S = 0.4
 _EARLY_LIMIT = 64
@@ -42,12 +43,13 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         link: Link,
         settings: flow.PrefillFlowSettings | None = None,
         observe: Callable[[PrefillTimings], None] = lambda timings: None,
+        stores: Stores | None = None,
     ) -> None:
         super().__init__(deps, engine, link)
         self._arrived: dict[int, asyncio.Event] = {}
         self._num_held = 0
         wire = WireChoice(engine.layout, link, deps.counters)
-        self._flow = flow.PrefillFlow(deps, engine, link, wire, settings or flow.PrefillFlowSettings(), observe)
+        self._flow = flow.PrefillFlow(deps, engine, link, wire, settings or flow.PrefillFlowSettings(), observe, stores)
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {

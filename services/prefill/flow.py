@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from services.prefill.storing import checkpoint_of
 from services.prefill.ticket import PrefillTicket
 from services.prefill.wire_choice import WireChoice
 from shared.bus.ask import ask
@@ -46,6 +47,7 @@ from shared.transfer.classes import Standing, TrafficClass
 from shared.transfer.formats.agree import ran
 from shared.transfer.link import Link, OwnSidecarLost, digests_of
 from shared.worker.notices import tell_failure
+from shared.worker.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class PrefillFlow:
     wire: WireChoice
     settings: PrefillFlowSettings = PrefillFlowSettings()
     observe: Callable[[PrefillTimings], None] = lambda timings: None
+    stores: Stores | None = None
 
 
 async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
@@ -181,10 +184,13 @@ async def _compute_and_send(
     order = ticket.order
     last: tuple[tuple[FirstToken, ...], float] | None = None
     cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(order.prompt))
+    checkpoint = None if p.stores is None else checkpoint_of(p.deps, p.stores, ticket)
     try:
         computing = p.engine.prefill(ticket.key, cut, destination.held_len)
         async with asyncio.TaskGroup() as sends, aclosing(computing) as chunks:
             async for chunk in chunks:
+                if checkpoint is not None and not chunk.partial:
+                    checkpoint.reach(chunk.end)
                 if chunk.last:
                     last = chunk.first, p.deps.clock.now()
                     if not order.resumed:

@@ -8,20 +8,21 @@ from shared.runtime.deps import Deps
 from shared.runtime.settings import PrefillSettings
 from shared.transfer.link import Link
 from shared.worker.service import WorkerService
+from shared.worker.stores import Stores
 
 
 class PrefillService(WorkerService):
     role = "prefill"
     settings: PrefillSettings
 
-    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> PrefillDesk:
+    def make_desk(self, deps: Deps, engine: Engine, link: Link, stores: Stores | None) -> PrefillDesk:
         settings = PrefillFlowSettings(
             commit_s=self.settings.commit_timeout_s,
             optimistic_attempts=self.settings.optimistic_attempts,
             overlap=self.settings.overlap,
             layers_per_send=self.settings.layers_per_send,
         )
-        return PrefillDesk(deps, engine, link, settings, HandoffMetrics(self.registry).observe)
+        return PrefillDesk(deps, engine, link, settings, HandoffMetrics(self.registry).observe, stores)
 
     def on_step(self, output: StepOutput) -> None:
         if isinstance(self.desk, PrefillDesk):

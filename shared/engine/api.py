@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+from shared.engine.lending import Loan
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec, TokenLogprob
 from shared.protocol.reports import Geometry
 from shared.runtime.overlap import BY_CHUNKS, Cut
@@ -170,9 +171,15 @@ class Engine(Protocol):
         computed again and not delivered). Runs no forward; the choices decode from the next step on. Of a choice that
         has a past the handoff token means nothing."""
 
-    def start_local(self, key: TicketKey) -> None:
+    def start_local(self, key: TicketKey, held_len: int = 0) -> None:
         """D computes the prompt itself, then decodes; tokens from index 0 on, or from the end of the choice's past on,
-        are delivered to the listener."""
+        are delivered to the listener. held_len: so many positions of the trunk, not all, have their state in its units
+        already."""
+
+    def lend(self, key: TicketKey, start: int, end: int) -> Loan | None:
+        """The pages of positions [start, end), which is in whole pages: of the trunk, or of a choice that has got so
+        far. They hold still until the loan is closed, whatever becomes of the group. None where nobody has them now
+        (the group gave way, or is gone)."""
 
     def begun_at(self, key: TicketKey) -> float | None:
         """When the prompt had its turn: the clock's time as the first step with a part of it was dispatched; None

@@ -42,14 +42,14 @@ class Capacity:
 
     def wanted(self, group: Group) -> tuple[int, int]:
         """(pages, slots) for the prompt and, where the group decodes here, its live choices' next positions."""
-        trunk = self._num_pages(group.trunk_len)
+        trunk = self.num_pages(group.trunk_len)
         if not group.decodes:
             return trunk, 1
         live = group.live
         num_pages = trunk
         for rank, choice in enumerate(live):
             shared = trunk if rank == 0 else group.trunk_len // self._page_tokens
-            num_pages += self._num_pages(self._target(group, choice)) - shared
+            num_pages += self.num_pages(self._target(group, choice)) - shared
         return num_pages, max(1, len(live))
 
     def admit(self, group: Group) -> None:
@@ -86,7 +86,7 @@ class Capacity:
                 self.pages.share(trunk[:full], key)
                 choice.pages, choice.slot = trunk[:full], group.spare_slots.pop()
                 group.copies.append(CopySlot(trunk_slot, choice.slot))
-            missing = self._num_pages(self._target(group, choice)) - len(choice.pages)
+            missing = self.num_pages(self._target(group, choice)) - len(choice.pages)
             choice.pages += group.spare_pages[:missing]
             del group.spare_pages[:missing]
             if rank > 0 and trunk_len % self._page_tokens:
@@ -106,7 +106,7 @@ class Capacity:
         numbers: dict[int, int] = {}
         places = []
         for index, pages, _, computed in sequences:
-            used = pages[: self._num_pages(computed)]
+            used = pages[: self.num_pages(computed)]
             places.append(Place(index, tuple(numbers.setdefault(page, len(numbers)) for page in used), computed))
         return tuple(numbers), tuple(slot for _, _, slot, _ in sequences), tuple(places)
 
@@ -132,7 +132,7 @@ class Capacity:
             self.pages.share(shared, group.key)
             at |= {page: free_pages.pop(0) for page in place.pages if page not in at}
             choice.pages, choice.slot, choice.computed = [at[p] for p in place.pages], free_slots.pop(0), place.computed
-            missing = self._num_pages(self._target(group, choice)) - len(choice.pages)
+            missing = self.num_pages(self._target(group, choice)) - len(choice.pages)
             choice.pages += free_pages[:missing]
             del free_pages[:missing]
             slots.append((number, choice.slot))
@@ -177,7 +177,7 @@ class Capacity:
             raise PoolExhausted(f"{num_slots} slots wanted, {self.slots.free} of {self.slots.total} are free")
         pages = self.pages.take(num_pages, group.key)
         slots = self.slots.take(num_slots, group.key)
-        num_trunk = self._num_pages(group.trunk_len)
+        num_trunk = self.num_pages(group.trunk_len)
         group.trunk_pages, group.spare_pages = pages[:num_trunk], pages[num_trunk:]
         group.trunk_slot, group.spare_slots = slots[0], slots[1:]
         self._clear_slot(slots[0])  # the others are copied over
@@ -187,5 +187,6 @@ class Capacity:
         known = group.prompt_len + max(len(choice.outputs), 1) - 1
         return min(known + group.growth_tokens, group.prompt_len + group.max_new - 1)
 
-    def _num_pages(self, num_tokens: int) -> int:
+    def num_pages(self, num_tokens: int) -> int:
+        """That hold so many positions."""
         return -(-num_tokens // self._page_tokens)

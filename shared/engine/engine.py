@@ -15,6 +15,7 @@ from shared.engine.census import queue_lengths
 from shared.engine.effects import StepEffects
 from shared.engine.executor import Executor, device_is_lost
 from shared.engine.intake import Intake
+from shared.engine.lending import Lending, Loan
 from shared.engine.models.base import Model
 from shared.engine.pool import StatePool
 from shared.engine.runner import Runner, SampleFunction
@@ -72,6 +73,7 @@ class BatchEngine:
         self._streams = ChunkStreams()
         self._released: dict[TicketKey, asyncio.Event] = {}
         self._wake = asyncio.Event()
+        self._lending = Lending(self._capacity, pool.layout.page_tokens, self._wake.set)
         self._ended: asyncio.Event | None = None
         self._closing = False
         self._dispatched_at: float | None = None
@@ -144,10 +146,14 @@ class BatchEngine:
         self._scheduler.start_prefilled(group, first)
         self._wake.set()
 
-    def start_local(self, key: TicketKey) -> None:
+    def start_local(self, key: TicketKey, held_len: int = 0) -> None:
         self._check_open()
-        self._scheduler.start_prompt(self._group(key))
+        self._scheduler.start_local(self._group(key), held_len)
         self._wake.set()
+
+    def lend(self, key: TicketKey, start: int, end: int) -> Loan | None:
+        group = self._scheduler.groups.get(key)
+        return None if group is None or group.loading else self._lending.lend(group, start, end)
 
     def begun_at(self, key: TicketKey) -> float | None:
         group = self._scheduler.groups.get(key)
@@ -175,7 +181,8 @@ class BatchEngine:
     # Reports
 
     def pages(self) -> tuple[int, int, int]:
-        return self._counts(self._capacity.pages)
+        total, free, retiring = self._counts(self._capacity.pages)
+        return total, free, retiring + self._lending.num_orphaned
 
     def slots(self) -> tuple[int, int, int]:
         return self._counts(self._capacity.slots)

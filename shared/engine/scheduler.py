@@ -90,6 +90,15 @@ class Scheduler:
         group.copies.append(Arrival(tuple(group.trunk_pages), (group.trunk_slot,)))
         self._begin_decoding(group)
 
+    def start_local(self, group: Group, held_len: int) -> None:
+        """The trunk is computed here, from position `held_len` on: what comes before has its state in the pages."""
+        if not 0 <= held_len < group.trunk_len:
+            raise ValueError(f"{group.key}: {held_len} of {group.trunk_len} positions are there")
+        self.start_prompt(group)
+        if held_len:
+            group.computed = held_len
+            group.copies.append(Arrival(tuple(group.trunk_pages[: self._capacity.num_pages(held_len)]), ()))
+
     def finish_choice(self, group: Group, index: int) -> None:
         group.choices[index].done = True
         if group.phase is Phase.RESERVED:

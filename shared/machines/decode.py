@@ -1,7 +1,7 @@
 """The life of a ticket on D: who owns its pages at every moment.
 
     RESERVED     pages are taken; once the destination is published P's bytes may come    owner: the ticket
-    FILLING      the first bytes were announced; the sidecar writes                       owner: the ticket
+    FILLING      the first bytes, P's or a store's, were announced; the sidecar writes    owner: the ticket
     COMMITTED    record, counts and digests agree; nothing is written any more            owner: the ticket
     STARTED      in the running batch; the engine writes                                  owner: the ticket
     PREEMPTED    gave its pages up: its state is in host memory, or is computed again     owner: nobody (a step copies)
@@ -40,7 +40,7 @@ class CommitMatched(Event):
 
 @dataclass(frozen=True, slots=True)
 class StartedLocally(Event):
-    """D computes the prompt itself (path=local): no transfer, no commit."""
+    """D computes the prompt itself, or what the stores lack of it (path=local, store): no P, no commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ TRANSITIONS: dict[tuple[DecodeState, type[Event]], DecodeState] = {
     (_S.RESERVED, Ended): _S.QUARANTINED,
     (_S.FILLING, FirstBytes): _S.FILLING,
     (_S.FILLING, CommitMatched): _S.COMMITTED,
+    (_S.FILLING, StartedLocally): _S.STARTED,
     (_S.FILLING, Ended): _S.QUARANTINED,
     (_S.COMMITTED, FirstBytes): _S.COMMITTED,
     (_S.COMMITTED, CommitMatched): _S.COMMITTED,

@@ -173,6 +173,11 @@ class WorkerSettings(LinkSettings):
     stash_bytes: ByteSize = Field(
         ByteSize(256 << 20), description="host memory for the state of requests that had to give their pages up"
     )
+    store: bool = Field(True, description="put state into the kvstores there are, and take it from them")
+    store_copies: Annotated[int, Field(ge=1, le=8)] = Field(1, description="kvstores that keep each block")
+    block_tokens: Positive = Field(
+        64, description="tokens in a block of a kvstore, whole pages; workers of one cluster need the same"
+    )
 
     @field_validator("kv_bytes")
     @classmethod

@@ -79,6 +79,12 @@ class StoreClient:
         self._deps, self._link, self._layout, self._stores, self._settings = deps, link, layout, stores, settings
         self._pages_each = settings.block_tokens // layout.page_tokens
         self.namespace = spec_of(identity, layout, settings.block_tokens)
+        self.block_tokens = settings.block_tokens
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is a store now."""
+        return bool(self._stores())
 
     async def put(
         self, run: BlockRun, pages: Sequence[int], tenant: str = "", pin_s: float = 0.0

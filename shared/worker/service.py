@@ -21,12 +21,15 @@ from shared.runtime.cores import host_cores
 from shared.runtime.deps import Deps
 from shared.runtime.service import Service
 from shared.runtime.settings import SidecarSettings, WorkerSettings, load_settings
+from shared.store.client import StoreClientSettings
+from shared.store.roster import Roster
 from shared.transfer.link import Link
 from shared.transfer.sidecar_link import SidecarLink
 from shared.transfer.sidecar_options import SidecarOptions
 from shared.worker.desk import WorkerDesk
 from shared.worker.gateway_watch import GatewayWatch
 from shared.worker.link_metrics import LinkCollector
+from shared.worker.stores import Stores
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +51,9 @@ class WorkerService(Service):
         self.link: SidecarLink | None = None
         self.desk: WorkerDesk[Any] | None = None
         self._pool: StatePool | None = None
+        self._roster: Roster | None = None
 
-    def make_desk(self, deps: Deps, engine: Engine, link: Link) -> WorkerDesk[Any]:
+    def make_desk(self, deps: Deps, engine: Engine, link: Link, stores: Stores | None) -> WorkerDesk[Any]:
         raise NotImplementedError
 
     def on_step(self, output: StepOutput) -> None:
@@ -96,7 +100,7 @@ class WorkerService(Service):
         self.tasks.spawn_vital(self.link.run(), "sidecar-link")
         self.tasks.spawn_vital(self.engine.run(), "engine")
         deps = self.deps()
-        self.desk = self.make_desk(deps, self.engine, self.link)
+        self.desk = self.make_desk(deps, self.engine, self.link, await self._find_stores(deps, self.engine, self.link))
         watch = GatewayWatch(
             self.bus, self.clock, self.desk.gateways, self.desk.end_all_of, _GATEWAY_TIMEOUT_S, self.counters
         )
@@ -111,6 +115,19 @@ class WorkerService(Service):
             settings.page_tokens,
             threads,
         )
+
+    async def _find_stores(self, deps: Deps, engine: Engine, link: Link) -> Stores | None:
+        settings = self.settings
+        if not settings.store:
+            return None
+        client = StoreClientSettings(block_tokens=settings.block_tokens, copies=settings.store_copies)
+        roster = self._roster = Roster(deps)
+        # On a GPU only what a prefill worker computes is copied to where its sidecar reads.
+        writes = settings.device == "cpu" or self.role == "prefill"
+        stores = Stores.find(deps, engine, link, roster, client, writes=writes)
+        if stores is not None:
+            await roster.start()
+        return stores
 
     async def drain(self) -> None:
         """Tickets come to their end: P's when D has taken over or refused, D's with their last token."""
@@ -128,6 +145,8 @@ class WorkerService(Service):
                     ticket.end("peer_lost", f"the {self.role} worker is shutting down", by=self.role)
                 await self.tasks.wait_spawned(_LAST_WORDS_S)
                 await self.desk.stop()
+            if self._roster is not None:
+                await self._roster.stop()
         finally:
             try:
                 if self.link is not None:
