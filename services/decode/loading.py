@@ -37,7 +37,7 @@ async def load_stored(deps: Deps, link: Link, stores: Stores | None, ticket: Dec
         loaded, why = Loaded(), f": {error.message}"
     else:
         why = ""
-    if loaded.num_tokens < ticket.order.load_least:
+    if loaded.num_tokens < min(ticket.order.load_least, ticket.state_len - 1):
         raise StoreError(f"the stores brought {loaded.num_tokens} positions of {ticket.order.load_least}{why}")
     ticket.timings = ticket.timings.model_copy(
         update={

@@ -15,12 +15,14 @@ from shared.protocol.wire import WireModel
 
 @dataclass(slots=True)
 class Attempt:
-    """state: its machine. box: what arrives for it. history: the request's own. proven: its legs were seen to work."""
+    """state: its machine. box: what arrives for it. history: the request's own. trunk_len: positions
+    whose state it needs first. proven: its legs were seen to work."""
 
     state: machine.Attempt
     box: Letterbox
     history: History
     began_at: float
+    trunk_len: int
     route: Route | None = None
     cancel_legs: bool = False
     proven: bool = False
@@ -85,6 +87,9 @@ def orders_of(
         priority=request.priority,
         history=history.told(),
         finished=history.finished(),
+        salt=request.salt,
+        load=route.load,
+        load_least=history.stored // 2 if route.load else 0,  # with less of it a P would have been sooner
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:
@@ -103,5 +108,6 @@ def orders_of(
         kv_precision=request.kv_precision,
         priority=request.priority,
         resumed=history.begun,
+        salt=request.salt,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))

@@ -7,15 +7,17 @@ tokens that the client has, and the client sees nothing of it but the gap. Only 
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from services.gateway.admission import RoomQueue, Waiting
 from services.gateway.attempt import Attempt
+from services.gateway.costs import Rates
 from services.gateway.farewells import Farewells
+from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, TokenEvent
 from services.gateway.history import History
 from services.gateway.inbox import Inbox
 from services.gateway.legs import TICK_S, Legs
+from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
 from services.gateway.recovery import Recoveries
 from services.gateway.router import Demand
@@ -27,20 +29,15 @@ from shared.machines.stepping import CANCELLED, Cause, Ended
 from shared.protocol import subjects
 from shared.protocol.messages import RollCall
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError, CapacityError, DeadlineExceeded, InvalidRequest, error_from_code
+from shared.runtime.errors import (
+    BatonError,
+    CapacityError,
+    DeadlineExceeded,
+    InvalidRequest,
+    StoreError,
+    error_from_code,
+)
 from shared.runtime.ids import new_room
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayFlowSettings:
-    """max_attempts: tickets one request may use up by failures in a row, with no token in between. max_recoveries: how
-    often it may lose its workers after the first token. grant_s: how long a worker may take to say yes or no.
-    silence_s: after so much quiet the legs are asked."""
-
-    max_attempts: int = 3
-    max_recoveries: int = 8
-    grant_s: float = 5.0
-    silence_s: float = 1.0
 
 
 class GatewayFlow:
@@ -60,11 +57,13 @@ class GatewayFlow:
         self.rooms = rooms
         self.settings = settings
         self.farewells = Farewells(deps)
+        self.rates = Rates()
+        self.moves = Moves(registry, is_on=settings.migrate_on_drain)
 
     async def start(self) -> None:
         """From now on workers that die are noticed, and workers are told what is over when they ask."""
         deps, inbox = self.deps, self.inbox
-        self.registry.on_gone = self._lose
+        self.registry.on_gone, self.registry.on_draining = self._lose, inbox.leave
         await listen(deps.bus, "gateway", deps.peer, subjects.ROLL_CALL, RollCall, inbox.on_roll_call, deps.counters)
         deps.spawn_vital(PeerWatch(deps, inbox.peers, self.registry.drop).run(), "peer-watch")
 
@@ -102,49 +101,69 @@ class RequestFlow:
     async def _run(self) -> AsyncIterator[tuple[TokenEvent, ...]]:
         generation = 0
         failures = 0
-        while True:
-            generation += 1
-            attempt = self._open_attempt(generation)
-            try:
-                legs = self._legs = await self._wait_for_room(attempt)
-                attempt.apply(machine.WorkersChosen(generation))
-                await legs.ask(self._g.deps.clock.now() - self._begun_at)
-                self._watch.granted()
-                attempt.apply(machine.Granted(generation))
-                while attempt.box.events or not attempt.done:
-                    if batch := await self._next_batch(attempt, legs):
-                        attempt.apply(machine.TokensArrived(generation))
-                        self._note_tokens(batch)
-                        yield batch
-                attempt.apply(machine.AllDone(generation))
-                legs.proven()
-                return
-            except BatonError as error:
-                is_failure = attempt.granted or not isinstance(error, CapacityError)  # a no for want of room is none
-                attempt.apply(Ended(generation, Cause(error.code, error.message, by=error.by)))
-                if is_failure:
-                    failures = 1 if attempt.state.emitted else failures + 1
-                    self._avoid_who_failed(attempt, error)
-                if not self._may_go_on(attempt, error) or (is_failure and self._are_too_many(failures)):
-                    raise self._final(error) from error.__cause__
-                self._g.deps.counters.add("attempts_retried")
-                if is_failure and self._history.begun:
+        try:
+            while True:
+                generation += 1
+                attempt = self._open_attempt(generation)
+                try:
+                    legs = self._legs = await self._wait_for_room(attempt)
+                    attempt.apply(machine.WorkersChosen(generation))
+                    await legs.ask(self._g.deps.clock.now() - self._begun_at)
+                    self._watch.granted()
+                    attempt.apply(machine.Granted(generation))
+                    while attempt.box.events or not attempt.done:
+                        if batch := await self._next_batch(attempt, legs):
+                            attempt.apply(machine.TokensArrived(generation))
+                            self._note_tokens(batch)
+                            yield batch
+                    attempt.apply(machine.AllDone(generation))
+                    legs.proven()
+                    return
+                except Draining as error:
+                    attempt.apply(Ended(generation, Cause(error.code, error.message)))
                     self._begin_recovery(error)
-            finally:
-                self._close_attempt(attempt)
+                except BatonError as error:
+                    is_failure = attempt.granted or not isinstance(
+                        error, CapacityError
+                    )  # a no for want of room is none
+                    attempt.apply(Ended(generation, Cause(error.code, error.message, by=error.by)))
+                    if is_failure:
+                        failures = 1 if attempt.state.emitted else failures + 1
+                        self._avoid_who_failed(attempt, error)
+                    if not self._may_go_on(attempt, error) or (is_failure and self._are_too_many(failures)):
+                        raise self._final(error) from error.__cause__
+                    self._g.deps.counters.add("attempts_retried")
+                    if is_failure and self._history.begun and not isinstance(error, StoreError):
+                        self._begin_recovery(error)
+                finally:
+                    self._close_attempt(attempt)
+        finally:
+            self._g.moves.ended(self)
 
     def _open_attempt(self, generation: int) -> Attempt:
         room = new_room()
         box = self._g.inbox.open(room, generation, self._history)
         self._legs = None
-        self._attempt = Attempt(machine.Attempt(room, generation), box, self._history, self._g.deps.clock.now())
+        now, trunk_len = self._g.deps.clock.now(), self._trunk_len
+        self._attempt = Attempt(machine.Attempt(room, generation), box, self._history, now, trunk_len)
         return self._attempt
 
     async def _wait_for_room(self, attempt: Attempt) -> Legs:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
+        request, demand = self._request, self._demand()
+        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
+        attempt.began_at = self._g.deps.clock.now()
+        self._watch.routed()
+        return Legs(self._g, request, attempt, attempt.route, self._deadline)
+
+    def _demand(self) -> Demand:
         request, caught_up = self._request, self._history.caught_up()
-        demand = Demand(
-            prompt_len=len(self._history.prefix(request.prompt)),
+        estimate = self._g.rates.estimate(self._trunk_len, self._history.stored)
+        may_load = self._history.begun and not (request.strict and request.path != "auto")
+        load = may_load and estimate.from_store
+        self._recoveries.expect(estimate.store_s if load else estimate.prefill_s)
+        return Demand(
+            prompt_len=self._trunk_len,
             num_choices=len(caught_up),
             max_tokens=request.sampling.max_tokens,
             caught_up=caught_up,
@@ -152,16 +171,20 @@ class RequestFlow:
             strict=request.strict,
             avoid=self._failed_peers,
             identity=self._identity,
+            load=load,
         )
-        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
-        attempt.began_at = self._g.deps.clock.now()
-        self._watch.routed()
-        return Legs(self._g, request, attempt, attempt.route, self._deadline)
+
+    @property
+    def _trunk_len(self) -> int:
+        """Positions whose state the next attempt needs before its choices go on."""
+        return len(self._history.prefix(self._request.prompt))
 
     async def _next_batch(self, attempt: Attempt, legs: Legs) -> tuple[TokenEvent, ...]:
         """What has arrived, at least one message's worth; in silence, and where a token is missing, D is asked."""
         box, deps = attempt.box, self._g.deps
         while not box.events:
+            if box.leaving and self._g.moves.may_begin(self, box.legs["decode"], self._demand()):
+                raise Draining(f"{box.legs['decode']} is about to end")
             if box.failure is not None:
                 error = error_from_code(box.failure.code, box.failure.message)
                 error.by = box.failure.by
@@ -182,8 +205,13 @@ class RequestFlow:
         batch, box.events = tuple(e for e in box.events if not self._history.over[e.choice]), []
         if box.timings is not None:
             self._watch.ticket(box.timings)
+            self._g.rates.note(box.timings, attempt.trunk_len)
+            box.timings = None
+        self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
             self._path = attempt.route.path
+            if attempt.route.load and not self._watch.last_ticket.loaded_tokens:
+                self._path = "local"
             self._identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
@@ -191,13 +219,19 @@ class RequestFlow:
 
     def _note_tokens(self, batch: tuple[TokenEvent, ...]) -> None:
         """They are as good as with the client: whatever happens from here on, they are never sent again."""
+        attempt = self._attempt
+        assert attempt is not None
         self._history.add(batch)
         self._watch.tokens(batch)
-        self._recoveries.resumed(self._path)
+        self._recoveries.resumed(self._path, self._watch.last_ticket, attempt.trunk_len)
+        self._g.moves.ended(self)
 
     def _avoid_who_failed(self, attempt: Attempt, error: BatonError) -> None:
-        """They are asked again only where there is no other."""
-        if self._legs is not None:
+        """They are asked again only where there is no other. That the stores had less than was thought is nobody's
+        fault: then another way is taken."""
+        if isinstance(error, StoreError):
+            self._history.stored = 0
+        elif self._legs is not None:
             self._failed_peers |= self._legs.blame(error) or attempt.peers
 
     def _may_go_on(self, attempt: Attempt, error: BatonError) -> bool:
@@ -213,7 +247,7 @@ class RequestFlow:
     def _begin_recovery(self, error: BatonError) -> None:
         """The client has tokens and its workers are lost: the next attempt goes before all who wait for their first."""
         self._place.lost_at = self._g.deps.clock.now()
-        self._recoveries.begin(error)
+        self._recoveries.begin(error, planned=isinstance(error, Draining))
 
     def _final(self, error: BatonError) -> BatonError:
         """What the client is told. That no worker can take on the rest of its answer is no mistake of its own."""
@@ -226,6 +260,7 @@ class RequestFlow:
         """Ends the attempt whatever its state; each leg that may still hold something is told."""
         attempt.apply(Ended(attempt.generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
+        self._history.stored = max(self._history.stored, attempt.box.stored)
         if self._legs is not None:
             self._legs.end(attempt.state.cause.code if attempt.state.cause else "")
 

@@ -18,7 +18,7 @@ DEFAULT_TENANT = "default"
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and its n choices. sampling.seed is set by the gateway where the client gave none. tenant: by the API
-    key. priority: the smaller the number, the sooner its turn."""
+    key. priority: the smaller the number, the sooner its turn. cache_salt: apart from others of its tenant."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -29,6 +29,12 @@ class GenerationRequest:
     tenant: str = DEFAULT_TENANT
     kv_precision: KvPrecision = "lossless"
     priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def salt(self) -> str:
+        """Who may share state with it: those of its tenant, or of them those that say the same word."""
+        return f"{self.tenant}/{self.cache_salt}" if self.cache_salt else self.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Generation(Protocol):
 
     @property
     def path(self) -> str:
-        """`remote`, `local`, or `pending` before the first token; where workers were lost, the last way."""
+        """`remote`, `local`, `store`, or `pending` before the first token; where workers were lost, the last way."""
 
     def timings(self) -> dict[str, object]:
         """The body of `baton.timings`: seconds and bytes, complete when the iteration has ended."""

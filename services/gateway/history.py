@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from services.gateway.generation import TokenEvent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class History:
     """tokens: of each choice, the handoff token first. over: which choices have finished, or were stopped by the text
-    side."""
+    side. stored: positions, from the prompt's first on, whose state the stores can bring back."""
 
     tokens: list[list[int]]
     over: list[bool]
+    stored: int = 0
 
     @classmethod
     def empty(cls, num_choices: int) -> "History":

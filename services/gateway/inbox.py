@@ -19,7 +19,8 @@ from shared.runtime.errors import PeerLost
 class Letterbox:
     """What arrived for one attempt and was not taken yet. expected: the next index of each choice. finished: choices of
     which nothing more comes. gap: a choice has a hole that only a replay can fill. failure: the first cause a leg
-    reported. senders: who has sent tokens. legs: who serves it, by role."""
+    reported. senders: who has sent tokens. legs: who serves it, by role. stored: positions that the stores have.
+    leaving: its D is about to end."""
 
     generation: int
     expected: list[int]
@@ -30,6 +31,8 @@ class Letterbox:
     timings: TicketTimings | None = None
     senders: set[str] = field(default_factory=set)
     legs: dict[str, str] = field(default_factory=dict)
+    stored: int = 0
+    leaving: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, entry: TokenEntry) -> int:
@@ -117,6 +120,9 @@ class Inbox:
             box = self._boxes.get(room)
             if box is not None:
                 box.timings = timings
+        for room, position in message.stored:
+            if (box := self._boxes.get(room)) is not None:
+                box.stored = max(box.stored, position)
         return Verdict(ok=True)
 
     async def on_fail(self, notice: Fail) -> Verdict:
@@ -138,6 +144,13 @@ class Inbox:
     def lose(self, peer: str) -> None:
         for box in self._boxes.values():
             box.lose(peer)
+
+    def leave(self, decode: str) -> None:
+        """That worker is about to end; what it serves may go on elsewhere."""
+        for box in self._boxes.values():
+            if box.legs.get("decode") == decode and box.taken_over:
+                box.leaving = True
+                box.wake.set()
 
     def _box(self, room: int, generation: int) -> Letterbox | None:
         box = self._boxes.get(room)

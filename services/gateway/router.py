@@ -20,7 +20,7 @@ class Demand:
     """What a request needs: its prompt, the choices that are to go on, and the path it may take. caught_up: of each of
     them, positions behind the prompt that D has to compute; none of a new request. avoid: peers that failed this
     request before; they are asked again only where there is no other. identity: of the model that began the answer,
-    which no other may end; None: it has not begun."""
+    which no other may end; None: it has not begun. load: its state comes out of the stores."""
 
     prompt_len: int
     num_choices: int
@@ -30,14 +30,17 @@ class Demand:
     caught_up: tuple[int, ...] = ()
     avoid: frozenset[str] = frozenset()
     identity: str | None = None
+    load: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The chosen pair; prefill is None where D computes the prompt itself."""
+    """The chosen pair; prefill is None where D computes the prompt itself. load: it takes from the stores
+    what they have."""
 
     decode: Worker
     prefill: Worker | None
+    load: bool = False
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -45,6 +48,8 @@ class Route:
 
     @property
     def path(self) -> str:
+        if self.load:
+            return "store"
         return "local" if self.prefill is None else "remote"
 
     @property
@@ -81,7 +86,7 @@ class DefaultPolicy:
         decodes, prefills = _candidates(demand, fleet)
         if prefills is None:
             local = choose_local(demand, _willing(decodes, "local", fleet), decodes)
-            return None if local is None else Route(local, None)
+            return None if local is None else Route(local, None, demand.load)
         decode = choose_decode(demand, _willing(decodes, "decode", fleet), decodes)
         if decode is None:
             return None
@@ -96,7 +101,7 @@ class DefaultPolicy:
         if decode is None:
             return None
         if prefills is None:
-            return Route(decode, None)
+            return Route(decode, None, demand.load)
         prefill = _roomiest(demand, usable(_matching(decode, prefills), "prefill", fleet.shut, _peer))
         return None if prefill is None else Route(decode, prefill)
 
@@ -107,7 +112,9 @@ def _candidates(demand: Demand, fleet: Fleet) -> tuple[Sequence[Worker], Sequenc
     if not decodes:
         what = "no decode worker is alive" if not fleet.decodes else "no decode worker holds the model of this answer"
         raise NoWorker(what, retry_after_s=1.0)
-    if demand.path == "auto" and not demand.strict:
+    if demand.load:
+        is_remote = False
+    elif demand.path == "auto" and not demand.strict:
         is_remote = bool(prefills) and not _outgrows(demand, prefills)
     else:
         is_remote = demand.path != "local"

@@ -12,7 +12,8 @@ from services.gateway.admission import RoomQueue
 from services.gateway.api.guests import Guests
 from services.gateway.api.limits import HttpLimits
 from services.gateway.app import GatewayDeps, create_app, create_runner
-from services.gateway.flow import GatewayFlow, GatewayFlowSettings
+from services.gateway.flow import GatewayFlow
+from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.inbox import Inbox
 from services.gateway.keys import Keyring
 from services.gateway.line import LineSettings
@@ -64,7 +65,7 @@ class GatewayService(Service):
         text = await asyncio.to_thread(TextModel.load, self._model.directory)
         await listen(self.bus, "gateway", self.peer, subjects.TOKENS, Tokens, self.inbox.on_tokens, self.counters)
         await listen(self.bus, "gateway", self.peer, subjects.FAIL, Fail, self.inbox.on_fail, self.counters)
-        limits = GatewayFlowSettings(max_recoveries=settings.max_recoveries)
+        limits = GatewayFlowSettings(max_recoveries=settings.max_recoveries, migrate_on_drain=settings.migrate_on_drain)
         flow = GatewayFlow(self.deps(), self.workers, self.inbox, self.rooms, limits)
         await flow.start()
         await self.workers.start(self.bus)

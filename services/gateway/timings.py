@@ -37,6 +37,11 @@ class Stopwatch:
     def ticket(self, timings: TicketTimings) -> None:
         self._ticket = timings
 
+    @property
+    def last_ticket(self) -> TicketTimings:
+        """All zero before one has said anything."""
+        return self._ticket or TicketTimings()
+
     def tokens(self, batch: Sequence[TokenEvent]) -> None:
         now = self._clock.now()
         for event in batch:
@@ -50,7 +55,7 @@ class Stopwatch:
             self._last_at[event.choice] = now
 
     def as_dict(self) -> dict[str, object]:
-        ticket = self._ticket or TicketTimings()
+        ticket = self.last_ticket
         first = None if self._first_at is None else self._first_at - self._begun_at
         second = None if self._second_at is None else self._second_at - self._begun_at
         return {
@@ -62,6 +67,8 @@ class Stopwatch:
             "moved_s": ticket.moved_s,
             "overlap": overlap_of(ticket.prefill_s, ticket.transfer_s, ticket.moved_s),
             "commit_s": ticket.commit_s,
+            "load_s": ticket.load_s,
+            "loaded_tokens": ticket.loaded_tokens,
             "first_token_s": first,
             "second_token_s": second,
             "handoff_gap_s": None if first is None or second is None else second - first,

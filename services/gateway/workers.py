@@ -61,7 +61,7 @@ class Worker:
 
 class WorkerRegistry:
     """Live processes by peer name. on_change: called when there may be capacity. on_gone: called with a peer that is
-    surely gone, not merely silent."""
+    surely gone, not merely silent. on_draining: with each report of one that is about to end."""
 
     def __init__(self, clock: Clock, counters: Counters, worker_timeout_s: float) -> None:
         self._clock = clock
@@ -73,6 +73,7 @@ class WorkerRegistry:
         self._buried: deque[str] = deque(maxlen=_BURIED)
         self.on_change: Callable[[], None] = lambda: None
         self.on_gone: Callable[[str], None] = lambda peer: None
+        self.on_draining: Callable[[str], None] = lambda peer: None
         self._subscription: Subscription | None = None
 
     async def start(self, bus: Bus) -> None:
@@ -111,6 +112,8 @@ class WorkerRegistry:
                 return
             self._workers[report.peer] = Worker(report, self._clock.now())
         elif report.sequence > known.report.sequence:
+            if report.state == "draining":
+                self.on_draining(report.peer)
             known.report = report
             known.seen_at = self._clock.now()
             for room in known.granted:

@@ -259,6 +259,9 @@ class GatewaySettings(CommonSettings):
     max_recoveries: int = Field(
         8, ge=0, description="how often an answer that has begun may lose its workers and be taken up by others"
     )
+    migrate_on_drain: bool = Field(
+        True, description="answers leave a decode worker that is told to end, and go on at another one"
+    )
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")
 

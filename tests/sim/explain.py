@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.flow import GatewayFlowSettings
+from services.gateway.flow_settings import GatewayFlowSettings
 from shared.runtime.errors import BatonError, CapacityError
 from tests.sim.plan import Visit
 from tests.sim.table import CRASHES, CUT, ISOLATED, PARTITIONS, SIDECARS

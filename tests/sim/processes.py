@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from services.decode.desk import DecodeDesk
 from services.gateway.admission import RoomQueue
-from services.gateway.flow import GatewayFlow, GatewayFlowSettings
+from services.gateway.flow import GatewayFlow
+from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.inbox import Inbox
 from services.gateway.router import DefaultPolicy
 from services.gateway.workers import WorkerRegistry

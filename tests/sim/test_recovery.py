@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.flow import GatewayFlowSettings
+from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import PathPolicy
 from shared.protocol.messages import Reserve
 from shared.runtime.errors import DeadlineExceeded, NoWorker, PeerLost

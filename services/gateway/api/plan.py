@@ -86,6 +86,7 @@ def make_plan(
                 timeout_s=limits.request_timeout_s,
                 priority=body.priority or 0,
                 tenant=context.tenant,
+                cache_salt=baton.cache_salt or "",
             )
         )
     return Plan(

@@ -1,0 +1,40 @@
+"""Streams leave a decode worker that is told to end: each goes on elsewhere, as after a loss, but while all is well.
+
+A few at a time, so that those who take them over are not flooded; who finds no other place stays to the end.
+"""
+
+from services.gateway.router import Demand, could_fit, has_room
+from services.gateway.workers import WorkerRegistry
+from shared.runtime.errors import BatonError
+
+_AT_ONCE = 4
+
+
+class Draining(BatonError):
+    """The worker that serves a stream is about to end, and another one can take it over. Never reaches a client."""
+
+    code = "draining"
+    retryable = True
+
+
+class Moves:
+    """Of one gateway. is_on: whether streams are moved at all."""
+
+    def __init__(self, registry: WorkerRegistry, *, is_on: bool) -> None:
+        self._registry = registry
+        self._is_on = is_on
+        self._under_way: set[object] = set()
+
+    def may_begin(self, who: object, worker: str, demand: Demand) -> bool:
+        """True: `who` is on its way from now on until `ended`."""
+        if not self._is_on or len(self._under_way) >= _AT_ONCE:
+            return False
+        others = [w for w in self._registry.ready("decode") if w.report.identity == demand.identity]
+        if not any(w.peer != worker and could_fit(w, demand) and has_room(w, demand) for w in others):
+            return False
+        self._under_way.add(who)
+        return True
+
+    def ended(self, who: object) -> None:
+        """It has its next token, or ended itself. Harmless where it was not on its way."""
+        self._under_way.discard(who)
