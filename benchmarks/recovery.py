@@ -92,15 +92,14 @@ class Loss:
 
 
 def _recovery_rows(args: argparse.Namespace, console: Console) -> list[Row]:
-    """All lengths with a store, then all without one: there a prefill worker computes prompt and answer anew, and finds
-    nothing of them in its own pool."""
+    """All lengths with a store, then all without one: there a prefill worker computes prompt and answer anew."""
     stored: dict[str, list[Loss]] = {}
     computed: dict[str, list[Loss]] = {}
     with LocalCluster("--decode", "2", "--kvstore", "1", "--set", f"kvstore.memory_mib={args.memory_mib}") as cluster:
         for name in args.lengths:
             console.print(f"{name} tokens, with a store …")
             stored[name] = [_lose(cluster, _LENGTHS[name], seed) for seed in range(args.rounds)]
-    with LocalCluster("--decode", "2", "--kvstore", "0", "--set", "prefill.prefix_cache=false") as cluster:
+    with LocalCluster("--decode", "2", "--kvstore", "0") as cluster:
         for name in args.lengths:
             console.print(f"{name} tokens, computed anew …")
             computed[name] = [_lose(cluster, _LENGTHS[name], seed) for seed in range(args.rounds)]

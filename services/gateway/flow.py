@@ -39,6 +39,8 @@ from shared.runtime.errors import (
 )
 from shared.runtime.ids import new_room
 
+_DEFAULTS = GatewayFlowSettings()
+
 
 class GatewayFlow:
     """What the coroutine works with; makes one flow a request (the `Generator` of the HTTP side)."""
@@ -49,7 +51,7 @@ class GatewayFlow:
         registry: WorkerRegistry,
         inbox: Inbox,
         rooms: RoomQueue,
-        settings: GatewayFlowSettings = GatewayFlowSettings(),
+        settings: GatewayFlowSettings = _DEFAULTS,
     ) -> None:
         self.deps = deps
         self.registry = registry
