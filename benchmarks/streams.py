@@ -9,6 +9,8 @@ from itertools import pairwise
 from typing import Any, Self
 from urllib.parse import urlparse
 
+from shared.runtime.settings import DEFAULT_MODEL
+
 _TIMEOUT_S = 600.0
 
 
@@ -20,6 +22,7 @@ class Stream:
         address = urlparse(url)
         self._connection = HTTPConnection(str(address.hostname), address.port, timeout=_TIMEOUT_S)
         body = {
+            "model": DEFAULT_MODEL,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0.0,
