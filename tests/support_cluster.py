@@ -37,7 +37,8 @@ class RealCluster:
 
     settings: `role.field`, `name.field` or `common.field`, as `--set` takes them. warm: send each pair of workers a
     request first, so that connections which stay open are in the baseline of open files. flags: more of `baton up`;
-    without prefill workers they say so themselves, by a --mode or --prefill 0.
+    without prefill workers they say so themselves, by a --mode or --prefill 0. store: workers use the kvstore; its sidecar
+    comes with the first block.
     """
 
     entry: tuple[str, ...] = ("-m", "services.cli")
@@ -53,6 +54,7 @@ class RealCluster:
         warm: bool = True,
         model: str | None = None,
         flags: tuple[str, ...] = (),
+        store: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.state_dir = directory / "state"
@@ -65,6 +67,7 @@ class RealCluster:
         self._flags = ["--state-dir", str(self.state_dir)]
         self._flags += [*(["--prefill", str(prefill)] if prefill else []), "--decode", str(decode), *flags]
         self._flags += ["--model", model] if model else []
+        self._flags += [] if store else ["--set", "common.store=false"]
         self._flags += [] if restart else ["--no-restart"]
         self._flags += [part for key, value in (settings or {}).items() for part in ("--set", f"{key}={value}")]
         self._process: subprocess.Popen[bytes] | None = None

@@ -15,7 +15,7 @@ from services.gateway.farewells import Farewells
 from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, TokenEvent
 from services.gateway.history import History
-from services.gateway.inbox import Inbox, Letterbox
+from services.gateway.inbox import Inbox
 from services.gateway.legs import TICK_S, Legs
 from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
@@ -60,13 +60,12 @@ class GatewayFlow:
         self.settings = settings
         self.farewells = Farewells(deps)
         self.rates = Rates()
-        self.moves = Moves(registry, deps.clock, is_on=settings.migrate_on_drain)
+        self.moves = Moves(registry, is_on=settings.migrate_on_drain)
 
     async def start(self) -> None:
         """From now on workers that die are noticed, and workers are told what is over when they ask."""
         deps, inbox = self.deps, self.inbox
-        self.registry.on_gone = self._lose
-        self.registry.on_draining = lambda peer: inbox.leave(peer, deps.clock.now())
+        self.registry.on_gone, self.registry.on_draining = self._lose, inbox.leave
         await listen(deps.bus, "gateway", deps.peer, subjects.ROLL_CALL, RollCall, inbox.on_roll_call, deps.counters)
         deps.spawn_vital(PeerWatch(deps, inbox.peers, self.registry.drop).run(), "peer-watch")
 
@@ -186,7 +185,7 @@ class RequestFlow:
         """What has arrived, at least one message's worth; in silence, and where a token is missing, D is asked."""
         box, deps = attempt.box, self._g.deps
         while not box.events:
-            if box.leaving_at is not None and self._may_move(box, box.leaving_at):
+            if box.leaving and self._g.moves.may_begin(self, box.legs["decode"], self._demand()):
                 raise Draining(f"{box.legs['decode']} is about to end")
             if box.failure is not None:
                 error = error_from_code(box.failure.code, box.failure.message)
@@ -219,10 +218,6 @@ class RequestFlow:
         if box.taken_over:
             legs.proven()
         return batch
-
-    def _may_move(self, box: Letterbox, told_at: float) -> bool:
-        stored = max(self._history.stored, box.stored)
-        return self._g.moves.may_begin(self, box.legs["decode"], self._demand(), stored, told_at)
 
     def _note_tokens(self, batch: tuple[TokenEvent, ...]) -> None:
         """They are as good as with the client: whatever happens from here on, they are never sent again."""

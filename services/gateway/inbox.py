@@ -20,7 +20,7 @@ class Letterbox:
     """What arrived for one attempt and was not taken yet. expected: the next index of each choice. finished: choices of
     which nothing more comes. gap: a choice has a hole that only a replay can fill. failure: the first cause a leg
     reported. senders: who has sent tokens. legs: who serves it, by role. stored: positions that the stores have.
-    leaving_at: when it was known that its D is about to end."""
+    leaving: its D is about to end."""
 
     generation: int
     expected: list[int]
@@ -32,7 +32,7 @@ class Letterbox:
     senders: set[str] = field(default_factory=set)
     legs: dict[str, str] = field(default_factory=dict)
     stored: int = 0
-    leaving_at: float | None = None
+    leaving: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def deliver(self, entry: TokenEntry) -> int:
@@ -145,11 +145,11 @@ class Inbox:
         for box in self._boxes.values():
             box.lose(peer)
 
-    def leave(self, decode: str, now: float) -> None:
+    def leave(self, decode: str) -> None:
         """That worker is about to end; what it serves may go on elsewhere."""
         for box in self._boxes.values():
             if box.legs.get("decode") == decode and box.taken_over:
-                box.leaving_at = now if box.leaving_at is None else box.leaving_at
+                box.leaving = True
                 box.wake.set()
 
     def _box(self, room: int, generation: int) -> Letterbox | None:
