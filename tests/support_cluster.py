@@ -37,8 +37,8 @@ class RealCluster:
 
     settings: `role.field`, `name.field` or `common.field`, as `--set` takes them. warm: send each pair of workers a
     request first, so that connections which stay open are in the baseline of open files. flags: more of `baton up`;
-    without prefill workers they say so themselves, by a --mode or --prefill 0. store: workers use the kvstore; its sidecar
-    comes with the first block.
+    without prefill workers they say so themselves, by a --mode or --prefill 0. store: workers use the kvstore, whose
+    sidecar comes with the first block.
     """
 
     entry: tuple[str, ...] = ("-m", "services.cli")

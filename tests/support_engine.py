@@ -84,7 +84,7 @@ class EngineBench:
 def deliver(source: EngineBench, target: EngineBench, key: TicketKey, chunks: list[ChunkDone]) -> None:
     """What the sidecars do: copies the rows that carry state into the units the target's own table names."""
     tables = target.engine.unit_tables(key)
-    from_, to = _as_sidecars_see_it(source.pool), _as_sidecars_see_it(target.pool)
+    from_, to = as_sidecars_see_it(source.pool), as_sidecars_see_it(target.pool)
     for chunk in chunks:
         for piece in chunk.pieces:
             axis = 2 + len(source.pool.layout.components[piece.component].outer)
@@ -98,7 +98,7 @@ def deliver(source: EngineBench, target: EngineBench, key: TicketKey, chunks: li
                 there.narrow(axis - 1, 0, count).copy_(here.narrow(axis - 1, 0, count))
 
 
-def _as_sidecars_see_it(pool: StatePool) -> list[torch.Tensor]:
+def as_sidecars_see_it(pool: StatePool) -> list[torch.Tensor]:
     return [torch.from_numpy(pool.layout.view(pool.buffer, k)) for k in range(len(pool.layout.components))]
 
 

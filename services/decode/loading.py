@@ -29,16 +29,18 @@ class Loaded:
 async def load_stored(deps: Deps, link: Link, stores: Stores | None, ticket: DecodeTicket) -> Loaded:
     """As many whole blocks as the stores have, but for the last position, which is always computed. Where that fails
     nothing is loaded; StoreError where it is less than the order demands."""
-    began_at = deps.clock.now()
+    began_at, wanted, why = deps.clock.now(), ticket.order.load_least, ""
     try:
-        loaded = Loaded() if stores is None else await _load(deps, link, stores, ticket)
+        if stores is None:
+            loaded, most = Loaded(), wanted
+        else:
+            loaded, most = Loaded(), (ticket.state_len - 1) // stores.block_tokens * stores.block_tokens
+            loaded = await _load(deps, link, stores, ticket)
     except (StoreError, TransferError) as error:
         deps.counters.add("loads_failed")
-        loaded, why = Loaded(), f": {error.message}"
-    else:
-        why = ""
-    if loaded.num_tokens < min(ticket.order.load_least, ticket.state_len - 1):
-        raise StoreError(f"the stores brought {loaded.num_tokens} positions of {ticket.order.load_least}{why}")
+        why = f": {error.message}"
+    if loaded.num_tokens < min(wanted, most):
+        raise StoreError(f"the stores brought {loaded.num_tokens} positions of {wanted}{why}")
     ticket.timings = ticket.timings.model_copy(
         update={
             "load_s": deps.clock.now() - began_at,

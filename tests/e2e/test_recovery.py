@@ -137,12 +137,13 @@ def check_near_tie(body: dict[str, Any], index: int, ours: ChoiceSeen, theirs: C
     sampling = SamplingSpec(**{"temperature": 0.0} | {name: body[name] for name in names})
     row = SampleRow(sampling, index, len(prompt) + common, prompt, before, frozenset({EOS}))
     variants = [logits]
-    for token in both:  # the borders of a draw move most where all below go one way, and all above the other
+    for token in both:  # borders of a draw move most where all below go one way, all above the other
         for border in (token, token + 1):
-            for step in (LOGIT_ROUNDING, -LOGIT_ROUNDING):
-                moved = logits + step
-                moved[border:] -= 2 * step
-                variants.append(moved)
+            for part in (1.0, 0.3, 0.1, 0.03, 0.01):  # a large one may move a narrow interval beyond the draw
+                for step in (part * LOGIT_ROUNDING, -part * LOGIT_ROUNDING):
+                    moved = logits + step
+                    moved[border:] -= 2 * step
+                    variants.append(moved)
         alone = logits - LOGIT_ROUNDING
         alone[token] += 2 * LOGIT_ROUNDING
         variants.append(alone)
