@@ -156,6 +156,7 @@ class Worker(Process):
         slots, left = self.engine.slots(), self.engine.left()
         settings = self.cluster.engine_settings(self.role)
         parts = {
+            "state": "draining" if self.desk.draining else super().report().state,
             "identity": self.engine.identity,
             "geometry": self.engine.geometry,
             "pages": Pages(total=total, free=free, quarantined=quarantined, yieldable=max(0, left[0] - free)),

@@ -32,7 +32,7 @@ def history(*choices: str) -> History:
 
 def asked(told: History, prefill: Worker | None = PREFILL) -> list[Reserve | Prefill]:
     sampling = SamplingSpec(n=len(told.tokens), seed=9, max_tokens=50)
-    attempt = Attempt(machine.Attempt(5, 2), Inbox(Counters()).open(5, 2, told), told, 0.0)
+    attempt = Attempt(machine.Attempt(5, 2), Inbox(Counters()).open(5, 2, told), told, 0.0, 3)
     request = GenerationRequest("req", PROMPT, sampling)
     orders = orders_of(request, attempt, Route(DECODE, prefill), "gateway", 10.0, 3.0)
     assert {order.message.sampling for order in orders} == {sampling}  # type: ignore[attr-defined]
