@@ -139,7 +139,7 @@ def check_near_tie(body: dict[str, Any], index: int, ours: ChoiceSeen, theirs: C
     variants = [logits]
     for token in both:  # borders of a draw move most where all below go one way, all above the other
         for border in (token, token + 1):
-            for part in (1.0, 0.3, 0.1, 0.03, 0.01):  # a large one may move a narrow interval beyond the draw
+            for part in (0.7**k for k in range(20)):  # a large one may move a narrow interval beyond the draw
                 for step in (part * LOGIT_ROUNDING, -part * LOGIT_ROUNDING):
                     moved = logits + step
                     moved[border:] -= 2 * step

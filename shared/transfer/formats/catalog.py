@@ -1,7 +1,7 @@
 """The wire formats by name, and which of them loses more.
 
 Wherever state is kept for other requests, its key has to carry the lossiest format among its ancestors (`lossiest`), so
-that what came by a lossy format is never taken for what an exact request computes (`serves`). Nothing keeps any yet.
+that what came by a lossy format is never taken for what an exact request computes (`serves`).
 """
 
 import logging
