@@ -22,7 +22,7 @@ LONG = int(os.environ.get("CHAOS_REQUESTS", "500"))
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     settings = {"gateway.request_timeout_s": DEADLINE_S, "common.kv_bytes": "256MiB"}
-    with RealCluster(tmp_path_factory.mktemp("chaos"), prefill=2, decode=2, settings=settings) as running:
+    with RealCluster(tmp_path_factory.mktemp("chaos"), prefill=2, decode=2, settings=settings, store=True) as running:
         running.expect_trouble = True
         yield running
 

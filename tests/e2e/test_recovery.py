@@ -136,17 +136,26 @@ def check_near_tie(body: dict[str, Any], index: int, ours: ChoiceSeen, theirs: C
     names = SamplingSpec.model_fields.keys() & body.keys()
     sampling = SamplingSpec(**{"temperature": 0.0} | {name: body[name] for name in names})
     row = SampleRow(sampling, index, len(prompt) + common, prompt, before, frozenset({EOS}))
-    variants = [logits]
-    for token in both:  # borders of a draw move most where all below go one way, all above the other
-        for border in (token, token + 1):
-            for part in (0.7**k for k in range(20)):  # a large one may move a narrow interval beyond the draw
-                for step in (part * LOGIT_ROUNDING, -part * LOGIT_ROUNDING):
-                    moved = logits + step
-                    moved[border:] -= 2 * step
-                    variants.append(moved)
-        alone = logits - LOGIT_ROUNDING
-        alone[token] += 2 * LOGIT_ROUNDING
-        variants.append(alone)
-    possible = {one.token for one in sample(torch.stack(variants), [row] * len(variants))}
-    assert both <= possible, f"{body}: choice {index}, token {common}: {both} are not both of {possible}"
+    impossible = {token for token in both if not _may_be_drawn(token, max(both), logits, row)}
+    assert not impossible, f"{body}: choice {index}, token {common}: of {both} {impossible} could not be drawn"
     print(f"near tie: choice {index}, token {common} of {body}: {both}")
+
+
+def _may_be_drawn(token: int, border: int, logits: torch.Tensor, row: SampleRow) -> bool:
+    """Whether logits that are off by rounding alone let the sampler take it: the token's own by itself, or all below
+    `border` one way and all above the other, by which the borders of a draw move most. The larger such a shift the
+    lower the token that is drawn; intervals may be narrow, so the right one is looked for."""
+    alone = logits - LOGIT_ROUNDING
+    alone[token] += 2 * LOGIT_ROUNDING
+    if sample(alone[None], [row])[0].token == token:
+        return True
+    low, high = -LOGIT_ROUNDING, LOGIT_ROUNDING
+    for _ in range(40):
+        step = (low + high) / 2
+        moved = logits.double() + step
+        moved[border:] -= 2 * step
+        drawn = sample(moved.float()[None], [row])[0].token
+        if drawn == token:
+            return True
+        low, high = (step, high) if drawn > token else (low, step)
+    return False

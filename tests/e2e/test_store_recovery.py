@@ -1,6 +1,7 @@
 """With a store: a decode worker is killed, or told to end, in the middle of its streams, and what it had of them comes
 out of the store. Each stream gets what it got when nobody disturbed it, whatever its sampling."""
 
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -98,6 +99,31 @@ def test_the_store_is_killed_and_nobody_notices(
     again, victim, pid = run_and_kill(cluster, bodies, at_tokens=200)
     assert sum(differs(*triple) for triple in zip(bodies, quiet, again, strict=True)) <= 2
     cluster.wait_ready(victim, other_than=pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_interrupted_streams(cluster: RealCluster, bodies: list[dict[str, Any]], quiet: list[Seen]) -> None:
+    """Workers are killed at random tokens until a hundred streams have lost theirs; 95 come out of the store."""
+    rng = random.Random(7)
+    losses: list[dict[str, Any]] = []
+    num_kills = excused = 0
+    while len(losses) < 100:
+        seen, victim, pid = run_and_kill(cluster, bodies, at_tokens=rng.randrange(20, 700))
+        excused += sum(differs(*triple) for triple in zip(bodies, quiet, seen, strict=True))
+        num_kills += 1
+        losses += losses_of(seen)
+        cluster.wait_ready(victim, other_than=pid)
+    gaps = sorted(loss["resumed_s"] - loss["detected_s"] for loss in losses)
+    stored = [loss for loss in losses if loss["path"] == "store" and loss["loaded_bytes"]]
+    far = [loss for loss in stored if loss["recomputed_tokens"] > 2 * BLOCK]
+    print(
+        f"{num_kills} kills, {len(losses)} interrupted streams, {len(stored)} from the store, {excused} near ties, "
+        f"to the next token p50 {gaps[len(gaps) // 2]:.3f} s, p99 {gaps[len(gaps) * 99 // 100]:.3f} s"
+    )
+    assert len(stored) >= 0.95 * len(losses), losses
+    assert not far, far
+    assert excused <= 0.05 * num_kills * len(bodies)
 
 
 def test_nothing_is_held_for_anybody_afterwards(cluster: RealCluster) -> None:
