@@ -28,7 +28,7 @@ class BatonOptions(Body):
     timings: bool = False
     token_ids: bool = False
     kv_precision: KvPrecision | None = None
-    cache_salt: Annotated[str, Field(max_length=100)] | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")] | None = None
 
 
 class StreamOptions(Body):
