@@ -101,8 +101,8 @@ class Reserve(TicketMessage):
     load: bool = False
     """D has the stores' blocks loaded before it computes what is missing. Only where there is no P."""
     load_least: Index = 0
-    """Where the stores bring fewer positions than that the ticket fails (`store_failed`): computing so much here was not
-    meant."""
+    """Where the stores bring fewer positions than that the ticket fails (`store_failed`): to compute so much here was
+    not meant."""
 
 
 class Prefill(TicketMessage):
