@@ -23,7 +23,8 @@ from shared.protocol.messages import FirstToken, SamplingSpec
 from shared.state.layout import PoolLayout
 from shared.transfer.link import TicketKey
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
+"""Of what would otherwise hang; kernels may have to be compiled first, on a slow machine."""
 _ANY = SampleRow(SamplingSpec(), 0, 0, (), (), frozenset())
 
 
