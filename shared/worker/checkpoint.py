@@ -36,6 +36,8 @@ class Checkpoint:
         self._loans: list[Loan] = []
         self._first = self._next = 0
         """Blocks [first, next) are lent and wait for their put."""
+        self._tried = 0
+        """So many blocks were lent once: what no store took is offered again with the next one, and not before."""
         self._putting = False
         self._stored = 0
 
@@ -46,14 +48,14 @@ class Checkpoint:
     def reach(self, position: int) -> None:
         """All positions below have their state. Cheap: called after every step."""
         end = position // self._block_tokens
-        if end <= self._next or not self._stores.may_lend(self._pages(end - self._next)):
+        if end <= self._tried or not self._stores.may_lend(self._pages(end - self._next)):
             return
         loan = self._stores.engine.lend(self._key, self._next * self._block_tokens, end * self._block_tokens)
         if loan is None:
             return
         self._loans.append(loan)
         self._stores.num_lent += len(loan.pages)
-        self._next = end
+        self._next = self._tried = end
         if not self._putting:
             self._putting = True
             self._deps.spawn(self._put_all(), f"checkpoint-{self._key.room}")

@@ -18,6 +18,7 @@ from shared.runtime.ids import new_room
 from shared.state.layout import PoolLayout
 from shared.store.client import StoreClient, StoreClientSettings
 from shared.store.keys import chain
+from shared.store.runs import BlockRun, PutOutcome
 from shared.transfer.link import TicketKey
 from shared.worker.checkpoint import Checkpoint
 from shared.worker.stores import Stores
@@ -211,6 +212,25 @@ async def test_a_store_that_does_not_answer_is_left_alone_for_a_moment_and_then_
     await bench.quiet()
     assert bench.told == [3 * BLOCK]
     assert (await Bench(loader, 3).load(tokens))[0].num_tokens == 3 * BLOCK
+
+
+async def test_what_a_full_store_does_not_take_is_offered_with_the_next_block_and_not_before(ends: Ends) -> None:
+    putter, _, _ = ends
+    bench, tokens = Bench(putter, 3), tokens_of("full", 3 * BLOCK)
+    offered: list[int] = []
+
+    async def put(run: BlockRun, pages: list[int], tenant: str) -> tuple[PutOutcome, ...]:
+        offered.append(len(run.keys))
+        return (PutOutcome("full", sent=0, held=1),)
+
+    bench.stores.client.put = put  # type: ignore[method-assign,assignment]
+    checkpoint = bench.checkpoint(tokens)
+    for position in (2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 2, 3 * BLOCK):
+        bench.reach(checkpoint, position)
+        await bench.quiet()
+    assert offered == [2, 3]
+    assert bench.told == [BLOCK]
+    del bench.stores.client.put
 
 
 async def test_slow_stores_keep_a_quarter_of_the_pages_at_most(ends: Ends) -> None:
