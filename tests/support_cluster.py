@@ -247,12 +247,15 @@ class RealCluster:
             name = f"{worker['id']} ({worker['pid']})"
             if worker["age_s"] >= newer_than_s:
                 found.append(f"{name}: no report yet")
+            kept = worker["tickets"].get("whole", 0) if worker["role"] == "kvstore" else 0  # that is what it is for
             for kind in ("pages", "slots"):
                 counts = worker[kind]
-                if counts is not None and counts["free"] != counts["total"]:
+                if counts is not None and counts["free"] + kept != counts["total"]:
                     found.append(f"{name}: {kind} {counts}")
             found += [f"{name}: {k} {n} in queue" for k, n in worker["queues"].items() if n and k != "breakers_open"]
-            found += [f"{name}: {n} tickets {k}" for k, n in worker["tickets"].items() if n]
+            found += [
+                f"{name}: {n} tickets {k}" for k, n in worker["tickets"].items() if n and (k, n) != ("whole", kept)
+            ]
         return found
 
     def _count_files(self) -> dict[int, int]:

@@ -273,8 +273,6 @@ class TicketTimings(WireModel):
     """What D waited for the stores."""
     loaded_tokens: Index = 0
     """Positions whose state they brought; D computed what comes after these."""
-    cached_tokens: Index = 0
-    """Positions of the prompt that nobody computed anew, wherever their state lay."""
 
 
 class Tokens(WireModel):

@@ -208,7 +208,6 @@ SAMPLES: dict[str, WireModel] = {
                     backend="shm",
                     load_s=0.01,
                     loaded_tokens=128,
-                    cached_tokens=64,
                 ),
             ),
         ),
