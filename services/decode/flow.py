@@ -217,7 +217,9 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "backend_asked": record.timings.backend_asked,
         }
     )
-    _begin_checkpoint(d, ticket, lossiest(one.wire_format for one in record.on_wire if one.num_bytes))
+    _begin_checkpoint(
+        d, ticket, lossiest((record.wire_format, *(one.wire_format for one in record.on_wire if one.num_bytes)))
+    )
     for first in record.first:  # the log takes what comes next, and that is token 0 only where there was none before
         ticket.log(TokenOut(ticket.key, first.choice, 0, first.token, first.logprob, first.finish))
     if ticket.all_done.is_set():  # the handoff tokens ended it: nothing to start, P may let go

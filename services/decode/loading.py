@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.decode.ticket import DecodeTicket
 from shared.protocol.messages import ComponentDigest
 from shared.runtime.deps import Deps
-from shared.runtime.errors import StoreError, TransferError
+from shared.runtime.errors import BatonError, StoreError
 from shared.store.keys import chain
 from shared.store.runs import BlockRun, Found
 from shared.transfer.formats.agree import EXACT_FORMATS, accepted
@@ -36,7 +36,7 @@ async def load_stored(deps: Deps, link: Link, stores: Stores | None, ticket: Dec
         else:
             loaded, most = Loaded(), (ticket.state_len - 1) // stores.block_tokens * stores.block_tokens
             loaded = await _load(deps, link, stores, ticket)
-    except (StoreError, TransferError) as error:
+    except BatonError as error:  # the ticket's own end comes as a cancellation
         deps.counters.add("loads_failed")
         why = f": {error.message}"
     if loaded.num_tokens < min(wanted, most):

@@ -105,6 +105,17 @@ class RoomQueue:
                 self._look()
             await asyncio.wait({question.answer}, timeout=min(_LOOK_EVERY_S, limit - now))
 
+    def could_serve(self, demand: Demand, without: str) -> bool:
+        """Whether there is room now, at other workers than that one."""
+        decodes = [worker for worker in self._registry.ready("decode") if worker.peer != without]
+        shut = self.breakers.shut(self._clock.now())
+        fleet = Fleet(self._registry.ready("prefill"), decodes, frozenset(self._refused), shut)
+        try:
+            route = self._policy.choose(demand, fleet)
+        except NoWorker:
+            return False
+        return route is not None and all(has_room(worker, demand) for worker in route.workers)
+
     def refused(self, peer: str) -> None:
         """That worker has just said no: it is not asked again before it has reported anew."""
         for worker in self._registry.all():

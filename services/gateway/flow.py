@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from services.gateway.admission import RoomQueue, Waiting
 from services.gateway.attempt import Attempt
-from services.gateway.costs import Rates
+from services.gateway.costs import Estimate, Rates
 from services.gateway.farewells import Farewells
 from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, TokenEvent
@@ -34,6 +34,7 @@ from shared.runtime.errors import (
     CapacityError,
     DeadlineExceeded,
     InvalidRequest,
+    PeerLost,
     StoreError,
     error_from_code,
 )
@@ -60,7 +61,7 @@ class GatewayFlow:
         self.settings = settings
         self.farewells = Farewells(deps)
         self.rates = Rates()
-        self.moves = Moves(registry, is_on=settings.migrate_on_drain)
+        self.moves = Moves(rooms, is_on=settings.migrate_on_drain)
 
     async def start(self) -> None:
         """From now on workers that die are noticed, and workers are told what is over when they ask."""
@@ -122,6 +123,7 @@ class RequestFlow:
                     legs.proven()
                     return
                 except Draining as error:
+                    failures = 0
                     attempt.apply(Ended(generation, Cause(error.code, error.message)))
                     self._begin_recovery(error)
                 except BatonError as error:
@@ -129,13 +131,17 @@ class RequestFlow:
                         error, CapacityError
                     )  # a no for want of room is none
                     attempt.apply(Ended(generation, Cause(error.code, error.message, by=error.by)))
-                    if is_failure:
+                    self._g.moves.ended(self)
+                    if isinstance(error, StoreError):
+                        self._history.stored = 0  # that they had less than was thought is nobody's fault
+                    elif is_failure:
                         failures = 1 if attempt.state.emitted else failures + 1
                         self._avoid_who_failed(attempt, error)
-                    if not self._may_go_on(attempt, error) or (is_failure and self._are_too_many(failures)):
+                    counts = is_failure and not isinstance(error, StoreError)
+                    if not self._may_go_on(attempt, error) or (counts and self._are_too_many(failures)):
                         raise self._final(error) from error.__cause__
                     self._g.deps.counters.add("attempts_retried")
-                    if is_failure and self._history.begun and not isinstance(error, StoreError):
+                    if counts and self._history.begun:
                         self._begin_recovery(error)
                 finally:
                     self._close_attempt(attempt)
@@ -152,7 +158,8 @@ class RequestFlow:
 
     async def _wait_for_room(self, attempt: Attempt) -> Legs:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
-        request, demand = self._request, self._demand()
+        request, demand, estimate = self._request, self._demand(), self._estimate()
+        self._recoveries.expect(estimate.store_s if demand.load else estimate.prefill_s)
         attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
         attempt.began_at = self._g.deps.clock.now()
         self._watch.routed()
@@ -160,10 +167,7 @@ class RequestFlow:
 
     def _demand(self) -> Demand:
         request, caught_up = self._request, self._history.caught_up()
-        estimate = self._g.rates.estimate(self._trunk_len, self._history.stored)
         may_load = self._history.begun and not (request.strict and request.path != "auto")
-        load = may_load and estimate.from_store
-        self._recoveries.expect(estimate.store_s if load else estimate.prefill_s)
         return Demand(
             prompt_len=self._trunk_len,
             num_choices=len(caught_up),
@@ -173,19 +177,22 @@ class RequestFlow:
             strict=request.strict,
             avoid=self._failed_peers,
             identity=self._identity,
-            load=load,
+            load=may_load and self._estimate().from_store,
         )
+
+    def _estimate(self) -> Estimate:
+        return self._g.rates.estimate(self._trunk_len, self._history.stored)
 
     @property
     def _trunk_len(self) -> int:
         """Positions whose state the next attempt needs before its choices go on."""
-        return len(self._history.prefix(self._request.prompt))
+        return self._history.prefix_len(len(self._request.prompt))
 
     async def _next_batch(self, attempt: Attempt, legs: Legs) -> tuple[TokenEvent, ...]:
         """What has arrived, at least one message's worth; in silence, and where a token is missing, D is asked."""
         box, deps = attempt.box, self._g.deps
         while not box.events:
-            if box.leaving and self._g.moves.may_begin(self, box.legs["decode"], self._demand()):
+            if box.leaving and self._g.moves.may_begin(self, box.legs["decode"], self._demand):
                 raise Draining(f"{box.legs['decode']} is about to end")
             if box.failure is not None:
                 error = error_from_code(box.failure.code, box.failure.message)
@@ -229,11 +236,8 @@ class RequestFlow:
         self._g.moves.ended(self)
 
     def _avoid_who_failed(self, attempt: Attempt, error: BatonError) -> None:
-        """They are asked again only where there is no other. That the stores had less than was thought is nobody's
-        fault: then another way is taken."""
-        if isinstance(error, StoreError):
-            self._history.stored = 0
-        elif self._legs is not None:
+        """They are asked again only where there is no other."""
+        if self._legs is not None:
             self._failed_peers |= self._legs.blame(error) or attempt.peers
 
     def _may_go_on(self, attempt: Attempt, error: BatonError) -> bool:
@@ -256,7 +260,9 @@ class RequestFlow:
         lost = self._recoveries.under_way
         if lost is not None or (self._history.begun and error.retryable):
             self._g.deps.counters.add("recoveries_given_up")
-        return lost if lost is not None and isinstance(error, InvalidRequest) else error
+        if lost is None or not isinstance(error, InvalidRequest):
+            return error
+        return PeerLost("its worker was told to end") if isinstance(lost, Draining) else lost
 
     def _close_attempt(self, attempt: Attempt) -> None:
         """Ends the attempt whatever its state; each leg that may still hold something is told."""

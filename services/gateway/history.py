@@ -46,6 +46,10 @@ class History:
         Several choices have the prompt alone in common, and D catches each of them up."""
         return prompt + tuple(self.tokens[0][:-1]) if len(self.tokens) == 1 else prompt
 
+    def prefix_len(self, prompt_len: int) -> int:
+        """Length of `prefix`."""
+        return prompt_len + (max(0, len(self.tokens[0]) - 1) if len(self.tokens) == 1 else 0)
+
     def caught_up(self) -> tuple[int, ...]:
         """Of each choice that goes on: how many positions behind `prefix` D computes by itself."""
         if len(self.tokens) == 1:

@@ -4,8 +4,10 @@ A few at a time: those who take them over compute what the stores lack of severa
 finds no other place stays to the end.
 """
 
-from services.gateway.router import Demand, could_fit, has_room
-from services.gateway.workers import WorkerRegistry
+from collections.abc import Callable
+
+from services.gateway.admission import RoomQueue
+from services.gateway.router import Demand
 from shared.runtime.errors import BatonError
 
 _AT_ONCE = 4
@@ -21,21 +23,20 @@ class Draining(BatonError):
 class Moves:
     """Of one gateway. is_on: whether streams are moved at all."""
 
-    def __init__(self, registry: WorkerRegistry, *, is_on: bool) -> None:
-        self._registry = registry
+    def __init__(self, rooms: RoomQueue, *, is_on: bool) -> None:
+        self._rooms = rooms
         self._is_on = is_on
         self._under_way: set[object] = set()
 
-    def may_begin(self, who: object, worker: str, demand: Demand) -> bool:
+    def may_begin(self, who: object, worker: str, demand: Callable[[], Demand]) -> bool:
         """True: `who` is on its way from now on until `ended`."""
         if not self._is_on or len(self._under_way) >= _AT_ONCE:
             return False
-        others = [w for w in self._registry.ready("decode") if w.report.identity == demand.identity]
-        if not any(w.peer != worker and could_fit(w, demand) and has_room(w, demand) for w in others):
+        if not self._rooms.could_serve(demand(), without=worker):
             return False
         self._under_way.add(who)
         return True
 
     def ended(self, who: object) -> None:
-        """It has its next token, or ended itself. Harmless where it was not on its way."""
+        """It has its next token, was refused, or ended itself. Harmless where it was not on its way."""
         self._under_way.discard(who)

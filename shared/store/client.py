@@ -28,7 +28,15 @@ from shared.protocol.store_messages import (
 )
 from shared.protocol.wire import WireModel
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError, Corrupt, GeometryMismatch, StoreError, StoreUnavailable, error_from_code
+from shared.runtime.errors import (
+    BatonError,
+    Corrupt,
+    GeometryMismatch,
+    StoreError,
+    StoreUnavailable,
+    TransferError,
+    error_from_code,
+)
 from shared.runtime.ids import new_room
 from shared.state.components import IndexKind
 from shared.state.layout import PoolLayout
@@ -148,12 +156,19 @@ class StoreClient:
             self._deps.spawn(self._cancel(found.peer, key), "cancel-load")
             raise
         if reply.status is LoadStatus.FAILED:
-            raise error_from_code(reply.code, reply.message)
+            error = error_from_code(reply.code, reply.message)
+            known = isinstance(error, StoreError | TransferError)
+            raise error if known else StoreUnavailable(f"{found.store}: {reply.code}: {reply.message}")
+        if reply.num_blocks > found.num_blocks:
+            raise Corrupt(f"{reply.num_blocks} blocks were sent of {found.num_blocks}")
         return reply
 
     async def check(self, key: TicketKey, reply: LoadReply) -> None:
-        """Raises Corrupt, naming the component, unless what our own sidecar received for the ticket is what was sent.
-        For tickets that get bytes from this one load only."""
+        """Raises Corrupt, naming the component, unless what our own sidecar received for the ticket is what was sent,
+        and that is all of so many blocks. For tickets that get bytes from this one load only."""
+        sent = [(one.name, one.num_bytes) for one in reply.components]
+        if sent != self._bytes_of(reply.num_blocks):
+            raise Corrupt(f"{reply.num_blocks} blocks are {self._bytes_of(reply.num_blocks)}, and {sent} was sent")
         for ours, theirs in zip(digests_of(await self._link.received(key)), reply.components, strict=True):
             if ours != theirs:
                 raise Corrupt(f"component {theirs.name!r}: what arrived ({ours.num_bytes} bytes) is not what was sent")
@@ -262,6 +277,13 @@ class StoreClient:
         units = tuple(page for k in wanted for page in pages[k * each : (k + 1) * each])
         paged = (k for k, c in enumerate(self._layout.components) if c.index is IndexKind.PAGE)
         return tuple(Piece(k, 0, units, self._layout.page_tokens) for k in paged)
+
+    def _bytes_of(self, num_blocks: int) -> list[tuple[str, int]]:
+        pages = num_blocks * self._pages_each
+        return [
+            (c.name, pages * c.unit_bytes * c.num_layers if c.index is IndexKind.PAGE else 0)
+            for c in self._layout.components
+        ]
 
     async def _cancel(self, peer: str, key: TicketKey) -> None:
         order = Cancel(room=key.room, generation=key.generation, reason="the worker gave it up")

@@ -36,8 +36,8 @@ class Checkpoint:
         self._loans: list[Loan] = []
         self._first = self._next = 0
         """Blocks [first, next) are lent and wait for their put."""
-        self._tried = 0
-        """So many blocks were lent once: what no store took is offered again with the next one, and not before."""
+        self._complete = self._tried = 0
+        """So many blocks there are, and were lent once: what no store took is offered again with the next one."""
         self._putting = False
         self._stored = 0
 
@@ -48,20 +48,23 @@ class Checkpoint:
     def reach(self, position: int) -> None:
         """All positions below have their state. Cheap: called after every step."""
         end = position // self._block_tokens
-        if end <= self._tried or not self._stores.may_lend(self._pages(end - self._next)):
+        if end <= self._tried:
+            return
+        self._complete = end
+        each = self._block_tokens // self._stores.engine.layout.page_tokens
+        end = self._next + self._stores.lendable((end - self._next) * each) // each
+        if end <= self._next:
             return
         loan = self._stores.engine.lend(self._key, self._next * self._block_tokens, end * self._block_tokens)
         if loan is None:
             return
         self._loans.append(loan)
         self._stores.num_lent += len(loan.pages)
-        self._next = self._tried = end
+        self._next = end
+        self._tried = max(self._tried, end)
         if not self._putting:
             self._putting = True
             self._deps.spawn(self._put_all(), f"checkpoint-{self._key.room}")
-
-    def _pages(self, num_blocks: int) -> int:
-        return num_blocks * self._block_tokens // self._stores.engine.layout.page_tokens
 
     async def _put_all(self) -> None:
         """Until nothing waits; what completes meanwhile goes together."""
@@ -74,7 +77,9 @@ class Checkpoint:
                 finally:
                     self._close(loans)
         finally:
-            self._close(self._loans)
+            if self._loans:  # this one failed: all is offered again
+                self._close(self._loans)
+                self._first = self._next = 0
             self._loans, self._putting = [], False
 
     async def _put(self, start: int, end: int, loans: list[Loan]) -> tuple[PutOutcome, ...]:
@@ -88,7 +93,7 @@ class Checkpoint:
         self._stores.note(outcomes)
         held = [start + outcome.held for outcome in outcomes]
         if min(held, default=start) < end and not self._loans:
-            self._first = self._next = 0
+            self._first, self._next, self._tried = 0, 0, self._complete
         if held and max(held) > max(start, self._stored):
             self._stored = max(held)
             self._on_stored(self._stored * self._block_tokens)

@@ -59,14 +59,11 @@ class Stores:
     def lineage(self, salt: str, lossiest: str) -> Lineage:
         return Lineage(self.engine.identity, salt, lossiest, self.block_tokens)
 
-    def may_lend(self, num_pages: int) -> bool:
-        """Whether somebody would take blocks of so many pages, and these pages can be spared."""
+    def lendable(self, num_pages: int) -> int:
+        """How many of so many pages can be spared now; 0 where nobody would take their blocks."""
         if not self._writes or self._deps.clock.now() < self._paused_until or not self.client.are_there:
-            return False
-        if self.num_lent + num_pages > self._most_lent:
-            self._deps.counters.add("puts_skipped")
-            return False
-        return True
+            return 0
+        return min(num_pages, self._most_lent - self.num_lent)
 
     def note(self, outcomes: tuple[PutOutcome, ...]) -> None:
         """Counts what was put; where nobody took anything, nobody is asked for a moment."""

@@ -116,6 +116,7 @@ class Worker(Process):
     """A prefill or decode worker."""
 
     desk: PrefillDesk | DecodeDesk
+    is_leaving = False
 
     async def start(self) -> None:
         settings = self.cluster.engine_settings(self.role)
@@ -142,6 +143,11 @@ class Worker(Process):
         await self.link.close()
         self.pool.close()
 
+    def drain(self) -> None:
+        """It is told to end: nobody is let in any more, and all hear of it."""
+        self.is_leaving = self.desk.draining = True
+        self.heart.changed()
+
     def _on_step(self, output: StepOutput) -> None:
         if isinstance(self.desk, DecodeDesk):
             self.desk.outbox.on_step(output)
@@ -156,7 +162,7 @@ class Worker(Process):
         slots, left = self.engine.slots(), self.engine.left()
         settings = self.cluster.engine_settings(self.role)
         parts = {
-            "state": "draining" if self.desk.draining else super().report().state,
+            "state": "draining" if self.is_leaving else super().report().state,
             "identity": self.engine.identity,
             "geometry": self.engine.geometry,
             "pages": Pages(total=total, free=free, quarantined=quarantined, yieldable=max(0, left[0] - free)),

@@ -29,8 +29,7 @@ def test_all_streams_of_a_worker_that_is_to_end_go_on_elsewhere(num_streams: int
                 await until(lambda: busy() is not None, 10.0)
                 leaving = busy()
                 assert leaving is not None
-                leaving.desk.draining = True
-                leaving.heart.changed()
+                leaving.drain()
             moved = [loss for answer in answers for loss in answer.timings["recovery"]]
             assert {loss["cause"] for loss in moved} == {"draining"}
             assert [answer.error for answer in answers] == [None] * num_streams
@@ -46,12 +45,7 @@ def test_all_streams_of_a_worker_that_is_to_end_go_on_elsewhere(num_streams: int
 def test_where_there_is_no_other_worker_a_stream_stays_to_its_end() -> None:
     async def scenario() -> None:
         async with Cluster(decodes=1) as cluster:
-
-            def drain() -> None:
-                serving(cluster).desk.draining = True
-                serving(cluster).heart.changed()
-
-            answer = await cluster.ask(PROMPT, on_batch=at_tokens(3, drain), **GREEDY)
+            answer = await cluster.ask(PROMPT, on_batch=at_tokens(3, lambda: serving(cluster).drain()), **GREEDY)
             assert (answer.error, answer.timings["recoveries"]) == (None, 0)
             assert answer.tokens == await oracle(PROMPT, **GREEDY)
             await cluster.settle()
@@ -78,6 +72,24 @@ def test_what_the_stores_have_not_is_computed_by_a_prefill_worker() -> None:
             assert (loss["cause"], loss["path"]) == ("peer_lost", "remote")
             assert answer.timings["attempts"] == 3
             assert not cluster.gateway.rooms.breakers.report(cluster.gateway.clock.now())
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_where_no_prefill_worker_is_left_that_the_client_insists_on_a_stream_stays() -> None:
+    async def scenario() -> None:
+        async with Cluster(prefills=1, decodes=2) as cluster:
+
+            def drain() -> None:
+                cluster.prefills[0].kill_now()
+                cluster.gateway.registry.drop(cluster.prefills[0].peer)
+                serving(cluster).drain()
+
+            drained = at_tokens(3, drain)
+            answer = await cluster.ask(PROMPT, path="remote", strict=True, on_batch=drained, **GREEDY)
+            assert (answer.error, answer.timings["recoveries"]) == (None, 0)
+            assert answer.tokens == await oracle(PROMPT, **GREEDY)
             await cluster.settle()
 
     run_virtual(scenario())

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.gateway.admission import RoomQueue
 from services.gateway.attempt import Attempt, orders_of
 from services.gateway.costs import Rates
 from services.gateway.generation import GenerationRequest
@@ -67,8 +68,8 @@ def test_the_store_is_asked_for_half_of_what_it_is_thought_to_have_at_least() ->
 
 def test_what_is_to_be_loaded_goes_to_a_decode_worker_alone() -> None:
     decode, prefill = Worker(report("decode", "d0"), 0.0), Worker(report("prefill", "p0"), 0.0)
-    demand = Demand(prompt_len=160, num_choices=1, path="remote", strict=False, identity="same", load=True)
-    route = DefaultPolicy().choose(demand, Fleet([prefill], [decode]))
+    asked = Demand(prompt_len=160, num_choices=1, path="remote", strict=False, identity="same", load=True)
+    route = DefaultPolicy().choose(asked, Fleet([prefill], [decode]))
     assert route == Route(decode, None, True)
     assert route.path == "store"
 
@@ -89,24 +90,41 @@ def fleet(*decodes: tuple[str, int]) -> WorkerRegistry:
     return made
 
 
-DEMAND = Demand(prompt_len=160, num_choices=1, path="auto", strict=False, identity="same")
+def demand(path: str = "auto", *, load: bool = True) -> Demand:
+    strict = path != "auto"
+    return Demand(prompt_len=160, num_choices=1, path=path, strict=strict, identity="same", load=load)  # type: ignore[arg-type]
+
+
+def moves(workers: WorkerRegistry, *, is_on: bool = True) -> Moves:
+    rooms = RoomQueue(workers, DefaultPolicy(), LoopClock(), max_queued=8, queue_timeout_s=1.0)
+    return Moves(rooms, is_on=is_on)
 
 
 @pytest.mark.parametrize(("others", "may"), [((), False), ((("d1", 5),), False), ((("d1", 60),), True)])
 async def test_a_stream_leaves_only_for_a_worker_with_room(others: tuple[tuple[str, int], ...], may: bool) -> None:
-    workers = fleet(("d0", 60), *others)
-    assert Moves(workers, is_on=True).may_begin(object(), report("decode", "d0").peer, DEMAND) is may
-    assert not Moves(workers, is_on=False).may_begin(object(), report("decode", "d0").peer, DEMAND)
+    workers, leaving = fleet(("d0", 60), *others), report("decode", "d0").peer
+    assert moves(workers).may_begin(object(), leaving, demand) is may
+    assert not moves(workers, is_on=False).may_begin(object(), leaving, demand)
+
+
+@pytest.mark.parametrize(("prefill_pages", "may"), [(None, False), (5, False), (60, True)])
+async def test_where_a_prefill_worker_is_needed_it_must_have_room(prefill_pages: int | None, may: bool) -> None:
+    """Also one that could never take it: it would be asked all the same, and say no."""
+    workers = fleet(("d0", 60), ("d1", 60))
+    if prefill_pages is not None:
+        workers.observe(report("prefill", "p0", pages=Pages(total=prefill_pages, free=prefill_pages)))
+    remote = lambda: demand("remote", load=False)  # noqa: E731
+    assert moves(workers).may_begin(object(), report("decode", "d0").peer, remote) is may
 
 
 async def test_a_few_leave_at_a_time() -> None:
-    moves, leaving = Moves(fleet(("d0", 60), ("d1", 60)), is_on=True), report("decode", "d0").peer
+    some, leaving = moves(fleet(("d0", 60), ("d1", 60))), report("decode", "d0").peer
     first, *others = [object() for _ in range(6)]
-    began = [moves.may_begin(who, leaving, DEMAND) for who in (first, *others)]
+    began = [some.may_begin(who, leaving, demand) for who in (first, *others)]
     assert began == [True] * 4 + [False] * 2
-    moves.ended(first)
-    moves.ended(first)
-    assert [moves.may_begin(who, leaving, DEMAND) for who in (object(), object())] == [True, False]
+    some.ended(first)
+    some.ended(first)
+    assert [some.may_begin(who, leaving, demand) for who in (object(), object())] == [True, False]
 
 
 async def test_those_whose_worker_says_that_it_will_end_are_told() -> None:
