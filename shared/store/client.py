@@ -34,7 +34,6 @@ from shared.runtime.errors import (
     GeometryMismatch,
     StoreError,
     StoreUnavailable,
-    TransferError,
     error_from_code,
 )
 from shared.runtime.ids import new_room
@@ -135,7 +134,7 @@ class StoreClient:
     ) -> LoadReply:
         """Has leading blocks of a lease sent into a ticket that is open at `link`, at the positions that they have in
         their chain. Returns when all that could be had is there, which may be fewer (`num_blocks`); `check` compares
-        it with what our sidecar has. Raises StoreError or TransferError; then what came is not to be used."""
+        it with what our sidecar has. Raises BatonError, whatever the store's reason; what came is then not to be used."""
         order = Load(
             room=key.room,
             generation=key.generation,
@@ -156,9 +155,7 @@ class StoreClient:
             self._deps.spawn(self._cancel(found.peer, key), "cancel-load")
             raise
         if reply.status is LoadStatus.FAILED:
-            error = error_from_code(reply.code, reply.message)
-            known = isinstance(error, StoreError | TransferError)
-            raise error if known else StoreUnavailable(f"{found.store}: {reply.code}: {reply.message}")
+            raise error_from_code(reply.code, reply.message)
         if reply.num_blocks > found.num_blocks:
             raise Corrupt(f"{reply.num_blocks} blocks were sent of {found.num_blocks}")
         return reply
