@@ -134,7 +134,7 @@ class StoreClient:
     ) -> LoadReply:
         """Has leading blocks of a lease sent into a ticket that is open at `link`, at the positions that they have in
         their chain. Returns when all that could be had is there, which may be fewer (`num_blocks`); `check` compares
-        it with what our sidecar has. Raises BatonError, whatever the store's reason; what came is then not to be used."""
+        it with what our sidecar has. Raises BatonError, for whatever reason; what came is then not to be used."""
         order = Load(
             room=key.room,
             generation=key.generation,
