@@ -25,7 +25,7 @@ def say(theirs: socket.socket, data: bytes, at_a_time: int) -> threading.Thread:
     """Byte by byte, as a network may."""
 
     def work() -> None:
-        with suppress(BrokenPipeError):  # we may have had enough
+        with suppress(BrokenPipeError, ConnectionResetError):  # we may have had enough
             for start in range(0, len(data), at_a_time):
                 theirs.sendall(data[start : start + at_a_time])
 
