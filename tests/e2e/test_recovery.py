@@ -144,12 +144,13 @@ def check_near_tie(body: dict[str, Any], index: int, ours: ChoiceSeen, theirs: C
 def _may_be_drawn(token: int, border: int, logits: torch.Tensor, row: SampleRow) -> bool:
     """Whether logits that are off by rounding alone let the sampler take it: the token's own by itself, or all below
     `border` one way and all above the other, by which the borders of a draw move most. The larger such a shift the
-    lower the token that is drawn; intervals may be narrow, so the right one is looked for."""
+    lower the token that is drawn; intervals may be narrow, so the right one is looked for. One that is narrower than the
+    logits' own resolution is passed over: then tokens on both of its sides are drawn."""
     alone = logits - LOGIT_ROUNDING
     alone[token] += 2 * LOGIT_ROUNDING
     if sample(alone[None], [row])[0].token == token:
         return True
-    low, high = -LOGIT_ROUNDING, LOGIT_ROUNDING
+    low, high, sides = -LOGIT_ROUNDING, LOGIT_ROUNDING, set()
     for _ in range(40):
         step = (low + high) / 2
         moved = logits.double() + step
@@ -157,5 +158,6 @@ def _may_be_drawn(token: int, border: int, logits: torch.Tensor, row: SampleRow)
         drawn = sample(moved.float()[None], [row])[0].token
         if drawn == token:
             return True
+        sides.add(drawn > token)
         low, high = (step, high) if drawn > token else (low, step)
-    return False
+    return len(sides) == 2
