@@ -144,8 +144,8 @@ def check_near_tie(body: dict[str, Any], index: int, ours: ChoiceSeen, theirs: C
 def _may_be_drawn(token: int, border: int, logits: torch.Tensor, row: SampleRow) -> bool:
     """Whether logits that are off by rounding alone let the sampler take it: the token's own by itself, or all below
     `border` one way and all above the other, by which the borders of a draw move most. The larger such a shift the
-    lower the token that is drawn; intervals may be narrow, so the right one is looked for. One narrower than the logits'
-    own resolution is passed over: then tokens on both of its sides are drawn."""
+    lower the token that is drawn; intervals may be narrow, so the right one is looked for. One narrower than the
+    logits' resolution is passed over: then tokens on both of its sides are drawn."""
     alone = logits - LOGIT_ROUNDING
     alone[token] += 2 * LOGIT_ROUNDING
     if sample(alone[None], [row])[0].token == token:
