@@ -132,6 +132,8 @@ class StoreDesk:
         load = self.loads.get(order.room)
         if load is None and (ended := self._loaded.get(order.room)) is not None:
             return ended
+        if load is not None and load.answer.done():
+            return load.answer.result()  # as after its end, which has yet to run
         try:
             load = load or await self._begin_load(order)
             if (load.key.generation, load.lease.name) != (order.generation, order.lease):
