@@ -158,6 +158,13 @@ class StoreUnavailable(StoreError):
     code = "store_unavailable"
 
 
+class PrefixGone(BatonError):
+    """A decode worker has less of a prompt's state than the gateway thought."""
+
+    code = "prefix_gone"
+    retryable = True
+
+
 class EngineError(BatonError):
     """The model could not be computed."""
 

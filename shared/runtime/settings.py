@@ -176,8 +176,9 @@ class WorkerSettings(LinkSettings):
     store: bool = Field(True, description="put state into the kvstores there are, and take it from them")
     store_copies: Annotated[int, Field(ge=1, le=8)] = Field(1, description="kvstores that keep each block")
     block_tokens: Positive = Field(
-        64, description="tokens in a block of a kvstore, whole pages; workers of one cluster need the same"
+        64, description="tokens in a block, the unit of reuse; whole pages; all processes of one cluster need the same"
     )
+    prefix_cache: bool = Field(True, description="find the state of earlier prompts again while it lies in the pool")
 
     @field_validator("kv_bytes")
     @classmethod
