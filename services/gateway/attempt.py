@@ -88,6 +88,7 @@ def orders_of(
         history=history.told(),
         finished=history.finished(),
         salt=request.salt,
+        held_least=route.held_least,
         load=route.load,
         load_least=history.stored // 2 if route.load else 0,  # with less of it a P would have been sooner
     )

@@ -161,6 +161,11 @@ class BatchEngine:
         group = self._scheduler.groups.get(key)
         return None if group is None or group.loading else self._lending.lend(group, start, end)
 
+    @property
+    def block_tokens(self) -> int | None:
+        """Of the blocks by which it finds state again; None: it does not."""
+        return self._settings.block_tokens if self._capacity.prefixes.are_kept else None
+
     def held(self, key: TicketKey) -> Held:
         group = self._scheduler.groups.get(key)
         return NOTHING if group is None else group.held

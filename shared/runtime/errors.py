@@ -5,6 +5,7 @@ BatonError
   CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker, ShuttingDown
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
   StoreError           the external store: StoreFull, StoreUnavailable
+  PrefixGone           a worker's pool: less of a prompt than was thought
   EngineError          compute failed
   RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
 

@@ -263,6 +263,10 @@ class GatewaySettings(CommonSettings):
     migrate_on_drain: bool = Field(
         True, description="answers leave a decode worker that is told to end, and go on at another one"
     )
+    block_tokens: Positive = Field(64, description="tokens in a block, the unit of reuse; as the workers'")
+    near_tokens: int = Field(
+        64, ge=0, description="path auto: a decode worker that lacks no more tokens of a prompt computes them itself"
+    )
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")
 

@@ -184,6 +184,7 @@ class WorkerService(Service):
                 "max_model_len": self.engine.max_model_len,
                 "pages": _pages(self.engine.pages(), self.engine.left()[0]),
                 "slots": _pages(self.engine.slots(), self.engine.left()[1]),
+                "block_tokens": self.engine.block_tokens,
                 "stashed_bytes": self.engine.stashed_bytes,
                 "queues": self.engine.queues() | {"tickets": in_tickets},
                 "tickets": self.desk.tickets.states(),
