@@ -28,9 +28,11 @@ class Estimate:
 
 @dataclass(slots=True)
 class Rates:
-    """Seconds a position takes to be computed, and to be loaded; and what a load costs whatever its size."""
+    """Seconds a position takes to be computed, to be sent by a prefill worker, and to be loaded; and what a load costs
+    whatever its size."""
 
     compute_s: float = 1e-3
+    send_s: float = 2e-5
     load_s: float = 2e-5
     load_fixed_s: float = 0.02
 
@@ -39,9 +41,18 @@ class Rates:
         computed = trunk_len - timings.cached_tokens
         if timings.prefill_s and computed >= _LEAST_TOKENS:
             self.compute_s += _WEIGHT * (timings.prefill_s / computed - self.compute_s)
+        sent = trunk_len - timings.held_tokens - timings.loaded_tokens
+        if timings.moved_s and sent >= _LEAST_TOKENS:
+            self.send_s += _WEIGHT * (timings.moved_s / sent - self.send_s)
         if timings.load_s and timings.loaded_tokens >= _LEAST_TOKENS:
             seconds = max(0.0, timings.load_s - self.load_fixed_s)
             self.load_s += _WEIGHT * (seconds / timings.loaded_tokens - self.load_s)
+
+    def least_fetch(self) -> int:
+        """Of at least so many positions that a prefill worker has as well the stores bring the state sooner than it; 0:
+        never."""
+        gain_s = self.send_s - self.load_s
+        return max(_LEAST_TOKENS, round(self.load_fixed_s / gain_s)) if gain_s > 0 else 0
 
     def estimate(self, trunk_len: int, stored: int) -> Estimate:
         """stored: positions that the stores have; the last one of the trunk is computed in any case."""

@@ -147,9 +147,7 @@ async def test_moves_are_recoveries_that_do_not_count_against_the_limit() -> Non
     recoveries = Recoveries(LoopClock(), Counters(), 0.0, most=1)
     for _ in range(3):
         recoveries.begin(PeerLost("about to end"), planned=True)
-        recoveries.resumed(
-            "store", TicketTimings(loaded_tokens=64, cached_tokens=64, bytes=(("kv", 100), ("index", 5))), 80
-        )
+        recoveries.resumed("store", TicketTimings(loaded_tokens=64, cached_tokens=64, loaded_bytes=105), 80)
     assert not recoveries.exhausted
     assert recoveries.as_list()[0] | {"resumed_s": 0} == {
         "cause": "peer_lost",

@@ -78,7 +78,7 @@ def test_workers_that_find_nothing_again_or_by_other_blocks_hold_nothing(blocks:
     beginning.sent(Route(decode, worker("prefill", "p0")))
     assert beginning.held().get("d0-b0", 0) == held
     assert beginning.held()["p0-b0"] == 16
-    beginning.gone(Route(decode, None))
+    beginning.gone("d0-b0")
     assert beginning.held() == {"p0-b0": 16}
 
 
