@@ -67,7 +67,8 @@ class Checkpoint:
             self._deps.spawn(self._put_all(), f"checkpoint-{self._key.room}")
 
     async def _put_all(self) -> None:
-        """Until nothing waits; what completes meanwhile goes together."""
+        """Until nothing waits; what completes meanwhile goes together. Where a put fails as none should, all is offered
+        again with the next block."""
         try:
             while self._loans:
                 loans, self._loans = self._loans, []
@@ -76,10 +77,11 @@ class Checkpoint:
                     self._settle(start, self._first, await self._put(start, self._first, loans))
                 finally:
                     self._close(loans)
+        except BaseException:
+            self._first = self._next = 0
+            raise
         finally:
-            if self._loans:  # this one failed: all is offered again
-                self._close(self._loans)
-                self._first = self._next = 0
+            self._close(self._loans)
             self._loans, self._putting = [], False
 
     async def _put(self, start: int, end: int, loans: list[Loan]) -> tuple[PutOutcome, ...]:

@@ -117,6 +117,26 @@ async def test_where_a_prefill_worker_is_needed_it_must_have_room(prefill_pages:
     assert moves(workers).may_begin(object(), report("decode", "d0").peer, remote) is may
 
 
+async def test_who_has_just_said_no_serves_nobody_until_it_reports_anew() -> None:
+    workers, leaving = fleet(("d0", 60), ("d1", 60)), report("decode", "d0").peer
+    rooms = RoomQueue(workers, DefaultPolicy(), LoopClock(), max_queued=8, queue_timeout_s=1.0)
+    assert rooms.could_serve(demand(), without=leaving)
+    rooms.refused(report("decode", "d1").peer)
+    assert not rooms.could_serve(demand(), without=leaving)
+    assert rooms.could_serve(demand(), without=report("decode", "d1").peer)
+    workers.observe(report("decode", "d1", 60, sequence=2))
+    assert rooms.could_serve(demand(), without=leaving)
+
+
+@pytest.mark.parametrize(("prefill", "may"), [(None, False), ("draining", False), ("ready", True)])
+async def test_who_insists_on_a_prefill_worker_stays_where_none_is_left(prefill: str | None, may: bool) -> None:
+    workers = fleet(("d0", 60), ("d1", 60))
+    if prefill is not None:
+        workers.observe(report("prefill", "p0", pages=Pages(total=60, free=60), state=prefill))
+    insists = lambda: demand("remote", load=False)  # noqa: E731
+    assert moves(workers).may_begin(object(), report("decode", "d0").peer, insists) is may
+
+
 async def test_a_few_leave_at_a_time() -> None:
     some, leaving = moves(fleet(("d0", 60), ("d1", 60))), report("decode", "d0").peer
     first, *others = [object() for _ in range(6)]
