@@ -41,7 +41,7 @@ class Store:
         self.keys += [key for key in run.keys if key not in self.keys]
         return (PutOutcome("store", len(run.keys), len(run.keys)),)
 
-    async def lookup(self, run: BlockRun) -> Found | None:
+    async def lookup(self, run: BlockRun, answer_s: float | None = None) -> Found | None:
         held = next((k for k, key in enumerate(run.keys) if key not in self.keys), len(run.keys))
         return Found("store", "store-1", 1, run.part(0, held), 0, (), 1e9) if held else None
 

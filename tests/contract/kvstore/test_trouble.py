@@ -93,7 +93,7 @@ async def test_what_a_store_says_it_sent_is_compared_with_what_came(
     loaded, ticket = await other.load(tokens)
     assert loaded == Loaded()
     assert (ticket.timings.loaded_tokens, ticket.timings.bytes) == (0, ())
-    with pytest.raises(StoreError, match=f"0 positions of 64: .*{why}"):
+    with pytest.raises(StoreError, match=f"0 positions of 64 could be brought back: .*{why}"):
         await other.load(tokens, load_least=BLOCK)
     assert {name: counters[name] - was for name, was in before.items()} == {"loads_failed": 2, "blocks_loaded": 0}
     await until(lambda: at_rest(store.report()))
@@ -114,6 +114,30 @@ async def test_more_blocks_than_were_asked_for_are_not_taken_even_where_they_are
         with pytest.raises(Corrupt, match="2 blocks were sent of 1"):
             await client.load(found, key, secret, loader.side.link.address, deadline, num_blocks=1)
     await client.release(found)
+
+
+async def test_stores_that_do_not_answer_are_waited_for_once_whatever_may_have_been_lost(ends: Ends) -> None:
+    """Nobody is answered before all have asked."""
+    putter, loader, _ = ends
+    tokens = tokens_of("all at once", 2 * BLOCK + 1)
+    for came_by in ("int8", "fp16"):
+        await stored(Bench(putter, 2), tokens, came_by=came_by)
+    other, asked, all_have = Bench(loader, 2), list[BlockRun](), asyncio.Event()
+    client = other.stores.client = own_client(loader)
+    lookup = client.lookup
+
+    async def slow(run: BlockRun, **how: Any) -> Found | None:
+        asked.append(run)
+        if len(asked) == 5:
+            all_have.set()
+        async with asyncio.timeout(60):
+            await all_have.wait()
+        return await lookup(run, **how)
+
+    client.lookup = slow  # type: ignore[method-assign]
+    loaded, _ = await other.load(tokens, kv_precision="auto")
+    assert len({run.root for run in asked}) == len(asked) == 5
+    assert (loaded.num_tokens, loaded.lossiest) == (2 * BLOCK, "fp16"), "of equal runs the one that lost least"
 
 
 @pytest.mark.parametrize("waits", [False, True])
