@@ -16,7 +16,8 @@ from shared.worker.stores import Stores
 
 class Checkpoint:
     """tokens: those whose state the ticket has or will have, from position 0 on. tenant: whose quota the blocks count
-    against. on_stored: told up to which position the stores have it, whenever that is further than before."""
+    against. on_stored: told up to which position some one store has had it from the beginning on, whenever that is
+    further than before; of several homes each may have less, and what it has may go."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Checkpoint:
         """Where a home lacks some of it (it was full, or lost what came before), all is offered again with the next
         block."""
         self._stores.note(outcomes)
-        held = [start + outcome.held for outcome in outcomes]
+        held = [start + outcome.held for outcome in outcomes]  # without what comes before `start` a home takes nothing
         if min(held, default=start) < end and not self._loans:
             self._first, self._next, self._tried = 0, 0, self._complete
         if held and max(held) > max(start, self._stored):
