@@ -62,7 +62,7 @@ class GatewayFlow:
         self.rooms = rooms
         self.settings = settings
         self.farewells = Farewells(deps)
-        self.rates = Rates()
+        self.rates = Rates(clock=deps.clock)
         self.moves = Moves(rooms, is_on=settings.migrate_on_drain)
         self.prefixes = Prefixes(settings.block_tokens)
 

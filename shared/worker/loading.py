@@ -1,5 +1,6 @@
 """State out of the stores: a worker has what they have of a trunk's beginning loaded into a ticket of its own."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,11 +86,15 @@ async def find_blocks(deps: Deps, stores: Stores, loading: Loading) -> tuple[Fou
     is as much of it. What is held goes on under its own name only. To be released."""
     held, block = loading.held, stores.block_tokens
     num_tokens = (len(loading.trunk) - 1) // block * block
+    names = (held.lossiest,) if held.num_tokens else tuple(loading.sharing.accepts)
+    chains = [chain(stores.lineage(loading.sharing.salt, name), loading.trunk[:num_tokens]) for name in names]
+    runs = [BlockRun.of(keys, held.num_tokens // block) for keys in chains]
+    async with asyncio.TaskGroup() as group:  # at once: stores that do not answer are waited for once
+        lookups = [group.create_task(stores.client.lookup(run, answer_s=loading.answer_s)) for run in runs]
     best: Found | None = None
     came_by = EXACT
-    for name in (held.lossiest,) if held.num_tokens else loading.sharing.accepts:
-        keys = chain(stores.lineage(loading.sharing.salt, name), loading.trunk[:num_tokens])
-        found = await stores.client.lookup(BlockRun.of(keys, held.num_tokens // block), answer_s=loading.answer_s)
+    for name, lookup in zip(names, lookups, strict=True):
+        found = lookup.result()
         if found is None:
             continue
         if best is None or found.num_blocks > best.num_blocks:
