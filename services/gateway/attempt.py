@@ -25,6 +25,7 @@ class Attempt:
     trunk_len: int
     route: Route | None = None
     cancel_legs: bool = False
+    has_tokens: bool = False
     proven: bool = False
 
     @property

@@ -94,7 +94,7 @@ class RequestFlow:
         self._failed_peers: frozenset[str] = frozenset()
         self._history = History.empty(request.sampling.n)
         self._identity: str | None = None
-        self._beginning = Beginning(g.prefixes, request.salt)
+        self._beginning = Beginning(g.prefixes, request.sharing, g.registry.is_alive)
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
@@ -126,7 +126,7 @@ class RequestFlow:
                             yield batch
                     attempt.apply(machine.AllDone(generation))
                     legs.proven()
-                    self._beginning.grown(legs.route, self._history.prefix(self._request.prompt))
+                    self._note_whole(attempt, legs)
                     return
                 except Draining as error:
                     failures = 0
@@ -168,7 +168,7 @@ class RequestFlow:
     async def _wait_for_room(self, attempt: Attempt) -> Legs:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
         request = self._request
-        self._beginning.renew(self._history.prefix(request.prompt))
+        self._beginning.grow(self._history.prefix(request.prompt))
         demand, estimate = self._demand(), self._estimate()
         self._recoveries.expect(estimate.store_s if demand.load else estimate.prefill_s)
         attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
@@ -233,13 +233,16 @@ class RequestFlow:
                     await box.wake.wait()
             except TimeoutError:
                 await legs.check()
+        if not attempt.has_tokens and legs.route.prefill is not None:
+            self._beginning.sent(legs.route.prefill)
+        attempt.has_tokens = True
         batch, box.events = tuple(e for e in box.events if not self._history.over[e.choice]), []
         if box.timings is not None:
             self._watch.ticket(box.timings)
             self._g.rates.note(box.timings, attempt.trunk_len)
             box.timings = None
-            if attempt.route is not None:
-                self._beginning.sent(attempt.route)
+            if box.taken_over:
+                self._beginning.sent(legs.route.decode)
         self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
             self._path = attempt.route.path
@@ -258,6 +261,13 @@ class RequestFlow:
         self._watch.tokens(batch)
         self._recoveries.resumed(self._path, self._watch.last_ticket, attempt.trunk_len)
         self._g.moves.ended(self)
+
+    def _note_whole(self, attempt: Attempt, legs: Legs) -> None:
+        """D has the prompt, and what a single choice has given out; but where the handoff tokens ended the answer P
+        alone has any of it."""
+        if legs.route.prefill is None or (attempt.box.taken_over and any(len(t) > 1 for t in self._history.tokens)):
+            self._beginning.grow(self._history.prefix(self._request.prompt))
+            self._beginning.sent(legs.route.decode)
 
     def _avoid_who_failed(self, attempt: Attempt, error: BatonError) -> None:
         """They are asked again only where there is no other."""
@@ -293,7 +303,7 @@ class RequestFlow:
         attempt.apply(Ended(attempt.generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
         self._history.stored = max(self._history.stored, attempt.box.stored)
-        self._beginning.kept(self._history.prefix(self._request.prompt), self._history.stored)
+        self._beginning.kept(self._history.stored)
         if self._legs is not None:
             self._legs.end(attempt.state.cause.code if attempt.state.cause else "")
 

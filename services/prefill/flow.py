@@ -29,6 +29,7 @@ from shared.protocol.messages import (
     Replay,
     ReplayReply,
     ReplayStatus,
+    TicketTimings,
     TokenEntry,
     Tokens,
     Verdict,
@@ -94,8 +95,8 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                     p.engine.compute_ahead(ticket.key, p.settings.optimistic_attempts)
                 destination = await _await_destination(p, ticket)
                 asked_at = p.deps.clock.now()
-                wire_format = p.wire.choose(ticket.order, destination.link)
                 cached_len = await _bring_back(p, ticket)
+                wire_format = p.wire.choose(ticket.order, destination.link, cached_len, destination.held_len)
                 first, computed_at = await _compute_and_send(p, ticket, destination, wire_format, cached_len)
                 begun_at = p.engine.begun_at(ticket.key) or asked_at
                 if begun_at >= asked_at:  # else it was computed ahead, who knows how fast
@@ -208,7 +209,7 @@ async def _compute_and_send(
                 if chunk.last:
                     last = chunk.first, p.deps.clock.now()
                     if not order.resumed:
-                        p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
+                        p.deps.spawn(_send_first(p, ticket, chunk, cached_len), f"first-token-{ticket.key.room}")
                 if chunk.pieces and not _ends_at_first(order, chunk):
                     sends.create_task(_send(p, ticket, destination, chunk, wire_format))  # the link keeps their order
     except ExceptionGroup as failures:
@@ -233,8 +234,9 @@ async def _send(
         raise
 
 
-async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -> None:
-    """Token 0 of every choice straight to the gateway, until it says that it has it (D passes it on as well)."""
+async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone, cached_len: int) -> None:
+    """Token 0 of every choice straight to the gateway, until it says that it has it (D passes it on as well); and how
+    much needed not be computed, which nobody else says where these tokens end the answer."""
     entries = tuple(
         TokenEntry(
             room=ticket.key.room,
@@ -248,7 +250,8 @@ async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -
         for first in chunk.first
     )
     where = subjects.subject("gateway", ticket.order.gateway, subjects.TOKENS)
-    message = Tokens(sender=p.deps.peer, entries=entries)
+    timings = ((ticket.key.room, TicketTimings(cached_tokens=cached_len)),)
+    message = Tokens(sender=p.deps.peer, entries=entries, timings=timings)
     try:
         deadline = p.deps.clock.now() + p.settings.tell_s
         await ask(p.deps.bus, p.deps.clock, where, message, Verdict, deadline=deadline)
@@ -314,6 +317,8 @@ async def _release(p: PrefillFlow, ticket: PrefillTicket) -> None:
     """Quarantine: first no reader may be left, then no step; only then are the pages free."""
     ticket.end("peer_lost", "the prefill worker is shutting down", by="prefill")  # nothing new where the end is known
     await p.link.forget(ticket.key)  # if this fails there is no proof, and the pages stay held
+    for door in ticket.doors:
+        await p.link.fence(door)
     await p.engine.retire(ticket.key)
     if not ticket.destination.done():
         ticket.destination.cancel()

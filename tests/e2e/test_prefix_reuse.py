@@ -20,7 +20,7 @@ TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    directory, settings = tmp_path_factory.mktemp("reuse"), {"common.kv_bytes": "48MiB", "sidecar.transfer": "tcp"}
+    directory, settings = tmp_path_factory.mktemp("reuse"), {"common.kv_bytes": "96MiB", "sidecar.transfer": "tcp"}
     with RealCluster(directory, prefill=2, decode=2, settings=settings, reuse=True, store=True) as running:
         running.expect_trouble = True
         yield running
