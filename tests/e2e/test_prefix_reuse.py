@@ -158,7 +158,7 @@ def test_a_decode_worker_that_has_less_than_was_thought_costs_an_attempt_and_no_
     with ThreadPoolExecutor(2) as both:  # one at each, since each counts what it has ahead
         list(both.map(fill, range(100, 100 + 2 * (tokens // 700 + 1))))
     again = ask(cluster, prompt, salt="gone")
-    assert again.path == "remote"
+    assert again.path in ("remote", "hybrid")
     assert timings(again)["attempts"] == 2
     assert timings(again)["recoveries"] == 0
     differs({"prompt": prompt}, first, again)
