@@ -7,6 +7,7 @@ tokens that the client has, and the client sees nothing of it but the gap. Only 
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from services.gateway.admission import RoomQueue, Waiting
 from services.gateway.attempt import Attempt
@@ -171,7 +172,7 @@ class RequestFlow:
         self._beginning.grow(self._history.prefix(request.prompt))
         demand, estimate = self._demand(), self._estimate()
         self._recoveries.expect(estimate.store_s if demand.load else estimate.prefill_s)
-        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
+        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline, self._renew)
         attempt.began_at = self._g.deps.clock.now()
         self._watch.routed()
         return Legs(self._g, request, attempt, attempt.route, self._deadline)
@@ -195,6 +196,11 @@ class RequestFlow:
             stored=held.get(STORES, 0),
             fetch=self._least_fetch(),
         )
+
+    def _renew(self, demand: Demand) -> Demand:
+        """By what others have left where meanwhile."""
+        held = self._beginning.held()
+        return replace(demand, held=held, stored=held.get(STORES, 0))
 
     def _least_fetch(self) -> int:
         """As `Demand.fetch`."""

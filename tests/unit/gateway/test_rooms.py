@@ -156,7 +156,7 @@ async def test_what_a_due_request_lacks_is_kept_for_it_and_nothing_else() -> Non
         assert small.decode.report.id == "d1", "d0 is where the big one will fit first"
         assert small.prefill is not None
         known.observe(report("decode", "d0", 60, sequence=2))
-        assert (await waiting).decode.report.id == "d0"
+        assert (await waiting).decode.report.id == "d1"
 
 
 async def test_of_many_that_are_served_at_once_only_one_is_a_probe() -> None:
@@ -187,3 +187,20 @@ async def expect(kind: type[BatonError], waiting: Any) -> str:
     with pytest.raises(kind) as caught:
         await waiting
     return caught.value.code
+
+
+async def test_a_demand_is_renewed_when_its_turn_has_come() -> None:
+    """What another request has left behind meanwhile decides where this one goes."""
+    known = registry()
+    for name in ("d0", "d1"):
+        known.observe(report("decode", name, 0))
+    rooms = queue(known)
+    far = asyncio.get_running_loop().time() + 60
+    asked = replace(AUTO, path="local")
+    waiting = asyncio.get_running_loop().create_task(
+        rooms.wait(Waiting(far - 60), asked, 7, far, lambda demand: replace(demand, held={"d1-b0": 144}))
+    )
+    await asyncio.sleep(0.01)
+    for name in ("d0", "d1"):
+        known.observe(report("decode", name, 100, sequence=2))
+    assert (await waiting).decode.report.id == "d1"
