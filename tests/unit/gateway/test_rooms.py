@@ -156,7 +156,7 @@ async def test_what_a_due_request_lacks_is_kept_for_it_and_nothing_else() -> Non
         assert small.decode.report.id == "d1", "d0 is where the big one will fit first"
         assert small.prefill is not None
         known.observe(report("decode", "d0", 60, sequence=2))
-        assert (await waiting).decode.report.id == "d1"
+        assert (await waiting).decode.report.id == "d0"
 
 
 async def test_of_many_that_are_served_at_once_only_one_is_a_probe() -> None:
