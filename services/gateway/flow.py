@@ -22,7 +22,7 @@ from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
 from services.gateway.prefixes import STORES, Beginning, Prefixes
 from services.gateway.recovery import Recoveries
-from services.gateway.router import Demand
+from services.gateway.router import Demand, Route
 from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
 from shared.bus.listen import listen
@@ -251,13 +251,20 @@ class RequestFlow:
                 self._beginning.sent(legs.route.decode)
         self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
-            self._path = attempt.route.path
-            if attempt.route.load and not self._watch.last_ticket.loaded_tokens:
-                self._path = "local" if attempt.route.prefill is None else "remote"
+            self._path = self._path_of(attempt.route, box.taken_over)
             self._identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
         return batch
+
+    def _path_of(self, route: Route, taken_over: bool) -> str:
+        """Whether anything came out of the stores D alone says, and P's first tokens may be here before."""
+        if not route.load:
+            return route.path
+        if not taken_over:
+            return "pending"
+        fallback = "local" if route.prefill is None else "remote"
+        return route.path if self._watch.last_ticket.loaded_tokens else fallback
 
     def _note_tokens(self, batch: tuple[TokenEvent, ...]) -> None:
         """They are as good as with the client: whatever happens from here on, they are never sent again."""
