@@ -277,7 +277,9 @@ class RequestFlow:
 
     def _note_whole(self, attempt: Attempt, legs: Legs) -> None:
         """D has the prompt, and what a single choice has given out; but where the handoff tokens ended the answer P
-        alone has any of it."""
+        alone has any of it, and nobody has waited for the stores."""
+        if self._path == "pending":
+            self._path = "remote"
         if legs.route.prefill is None or (attempt.box.taken_over and any(len(t) > 1 for t in self._history.tokens)):
             self._beginning.grow(self._history.prefix(self._request.prompt))
             self._beginning.sent(legs.route.decode)
