@@ -63,6 +63,7 @@ def test_a_disk_that_is_full(tmp_path: Path, bodies: list[dict[str, Any]]) -> No
         assert cluster.counter("kvstore", "sidecar_restarts") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_store_that_takes_nothing(tmp_path: Path, bodies: list[dict[str, Any]]) -> None:
     """The quota is less than a block: every put is refused and counted."""
