@@ -74,21 +74,22 @@ class GatewayFlow:
         self.inbox.lose(peer)
         self.rooms.breakers.forget(peer)
 
-    def generate(self, request: GenerationRequest) -> "RequestFlow":
-        return RequestFlow(self, request)
+    def generate(self, request: GenerationRequest, past: History | None = None) -> "RequestFlow":
+        """past: what its client has already, from another gateway; the generation goes on behind it."""
+        return RequestFlow(self, request, past)
 
 
 class RequestFlow:
     """One request. Implements `Generation`."""
 
-    def __init__(self, g: GatewayFlow, request: GenerationRequest) -> None:
+    def __init__(self, g: GatewayFlow, request: GenerationRequest, past: History | None) -> None:
         self._g = g
         self._request = request
         self._begun_at = g.deps.clock.now()
         self._deadline = self._begun_at + request.timeout_s
         self._place = Waiting(self._begun_at, request.priority)
         self._failed_peers: frozenset[str] = frozenset()
-        self._history = History.empty(request.sampling.n)
+        self._history = past or History.empty(request.sampling.n)
         self._identity: str | None = None
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
@@ -104,6 +105,8 @@ class RequestFlow:
     async def _run(self) -> AsyncIterator[tuple[TokenEvent, ...]]:
         generation = 0
         failures = 0
+        if self._history.begun:
+            self._begin_recovery(PeerLost("its gateway has changed"))
         try:
             while True:
                 generation += 1
@@ -275,6 +278,11 @@ class RequestFlow:
     @property
     def path(self) -> str:
         return self._path
+
+    @property
+    def stored(self) -> int:
+        """Positions whose state the stores can bring back."""
+        return self._history.stored
 
     def timings(self) -> dict[str, object]:
         return self._watch.as_dict() | {

@@ -1,5 +1,5 @@
-"""One process's connection to NATS, which mends itself. The only file that knows nats-py, its errors and its traps; what
-JetStream adds to these is in `nats_kv.py`.
+"""One process's connection to NATS, which mends itself. The only file that knows nats-py, its errors and its traps,
+apart from what JetStream adds to these (`nats_kv.py`).
 
 While it is down, what is sent is buffered up to PENDING_BYTES, and subscriptions come back by themselves. Reconnecting
 never gives up.

@@ -48,8 +48,9 @@ def find_nats_server() -> Path:
 class NatsServer:
     """One server process, as an async context manager. It may be stopped and started again, on the same port.
 
-    `directory` gets its configuration, its log, what JetStream keeps and, while it starts, a file with its port. `port` 0: a free one, chosen
-    by the server itself. With `user` and `password` set, only clients that show them get in; `url` carries them.
+    `directory` gets its configuration, its log, what JetStream keeps and, while it starts, a file with its port. `port`
+    0: a free one, chosen by the server itself. With `user` and `password` set, only clients that show them get in;
+    `url` carries them.
     """
 
     def __init__(

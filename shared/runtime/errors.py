@@ -6,6 +6,7 @@ BatonError
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
   StoreError           the external store: StoreFull, StoreUnavailable
   EngineError          compute failed
+  StreamError          resumable streams: StreamNotFound, StreamMoved, NotResumable, JournalUnavailable
   RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
 
 Each leaf has a `code` that travels on the wire, an HTTP status, and says whether trying again may help.
@@ -162,6 +163,41 @@ class EngineError(BatonError):
     """The model could not be computed."""
 
     code = "engine_error"
+    retryable = True
+
+
+class StreamError(BatonError):
+    """A resumable stream cannot go on here."""
+
+    code = "stream_failed"
+
+
+class StreamNotFound(StreamError):
+    """There is no such stream, or it has expired."""
+
+    code = "stream_not_found"
+    http_status = 404
+
+
+class StreamMoved(StreamError):
+    """The stream is read over another connection now."""
+
+    code = "stream_moved"
+    http_status = 409
+
+
+class NotResumable(StreamError):
+    """Streams cannot be resumed here: the NATS server has no JetStream."""
+
+    code = "not_resumable"
+    http_status = 501
+
+
+class JournalUnavailable(StreamError):
+    """What a stream has said cannot be written down now."""
+
+    code = "journal_unavailable"
+    http_status = 503
     retryable = True
 
 

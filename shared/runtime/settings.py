@@ -262,6 +262,9 @@ class GatewaySettings(CommonSettings):
     migrate_on_drain: bool = Field(
         True, description="answers leave a decode worker that is told to end, and go on at another one"
     )
+    orphan_grace_s: Seconds = Field(
+        30.0, description="how long a resumable stream goes on, or can still be read, when nobody reads it"
+    )
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")
 
