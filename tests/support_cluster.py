@@ -49,6 +49,7 @@ class RealCluster:
         directory: Path,
         prefill: int = 1,
         decode: int = 1,
+        gateway: int = 1,
         settings: Mapping[str, object] | None = None,
         restart: bool = True,
         warm: bool = True,
@@ -59,7 +60,7 @@ class RealCluster:
         directory.mkdir(parents=True, exist_ok=True)
         self.state_dir = directory / "state"
         self.log_file = directory / "baton.log"
-        self.num_prefill, self.num_decode = prefill, decode
+        self.num_prefill, self.num_decode, self.num_gateway = prefill, decode, gateway
         self.url = ""
         self.expect_trouble = False
         self._warm = warm and model is None
@@ -67,6 +68,7 @@ class RealCluster:
         self._flags = ["--state-dir", str(self.state_dir)]
         self._flags += [*(["--prefill", str(prefill)] if prefill else []), "--decode", str(decode), *flags]
         self._flags += ["--model", model] if model else []
+        self._flags += ["--gateway", str(gateway)] if gateway > 1 else []
         self._flags += [] if store else ["--set", "common.store=false"]
         self._flags += [] if restart else ["--no-restart"]
         self._flags += [part for key, value in (settings or {}).items() for part in ("--set", f"{key}={value}")]
@@ -110,7 +112,8 @@ class RealCluster:
         self.url = self._ready_line().split()[1].removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=300.0)
         self._note_family()
-        num_processes = 2 + 2 * (self.num_prefill + self.num_decode)  # a sidecar's first report may come a little later
+        # A sidecar's first report may come a little later.
+        num_processes = 1 + self.num_gateway + 2 * (self.num_prefill + self.num_decode)
         poll(lambda: len(self.workers()) == num_processes, lambda: f"not {num_processes}: {self.workers()}", 15.0)
         if self._warm:
             self._warm_up()

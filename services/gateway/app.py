@@ -38,7 +38,8 @@ class GatewayDeps:
 
     model_names: what clients may ask for; each is listed. health: None while requests can be served, else why not.
     cluster: the body of GET /cluster. registry: the process's own. guests: who is being served; its owner ends them.
-    keys: who may ask; None: everybody. streams: those that can be resumed; None: none can. now: seconds since 1970, for `created`.
+    keys: who may ask; None: everybody. streams: those that can be resumed; None: none can. now: seconds since 1970, for
+    `created`.
     """
 
     generator: Generator
