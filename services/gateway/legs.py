@@ -116,12 +116,14 @@ class Legs:
             raise _blame(PeerLost(f"the prefill worker {prefill.peer} is gone"), "prefill")
         await self.replay()
 
-    async def replay(self) -> None:
-        """Asks D for *tokens from k* of every choice that is not done."""
+    async def replay(self, *, mine: bool = False) -> None:
+        """Asks D for *tokens from k* of every choice that is not done. mine: it was another gateway's so far, and what
+        comes from now on is to come here."""
         deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self._route.decode.peer
         over = attempt.history.over
         wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and not over[c])
-        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted)
+        gateway = deps.peer if mine else None
+        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted, gateway=gateway)
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
         try:
             where = subjects.subject("decode", decode, subjects.REPLAY)
@@ -168,13 +170,14 @@ class Legs:
         order = Cancel(room=attempt.room, generation=attempt.generation, reason="stop", choice=choice)
         self._g.farewells.tell("decode", self._route.decode.peer, order, self._deadline)
 
-    def end(self, reason: str) -> None:
-        """The attempt is over. Legs that may still hold something are told; those that have finished know."""
+    def end(self, reason: str, *, tell: bool = True) -> None:
+        """The attempt is over. Legs that may still hold something are told; those that have finished know. tell: False
+        where they go on for another gateway."""
         attempt = self._attempt
         self.settle()
         for key in self._route.legs.values():
             self._g.rooms.breakers.released(key, attempt.room)
-        if not attempt.cancel_legs or all(attempt.box.finished):
+        if not tell or not attempt.cancel_legs or all(attempt.box.finished):
             return
         order = Cancel(room=attempt.room, generation=attempt.generation, reason=reason)
         for role, peer in attempt.box.legs.items():

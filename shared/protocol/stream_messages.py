@@ -98,9 +98,10 @@ class StreamTicket(WireModel):
 
 
 class StreamProgress(WireModel):
-    """Of one prompt. stored: positions whose state the stores can bring back. timings: the JSON of `baton.timings`,
-    once all of its choices have ended."""
+    """Of one prompt. identity: of the model that answers; no other may go on. stored: positions whose state the stores
+    can bring back. timings: the JSON of `baton.timings`, once all of its choices have ended."""
 
+    identity: str | None = None
     path: str = "pending"
     stored: Index = 0
     ticket: StreamTicket | None = None

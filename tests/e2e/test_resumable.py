@@ -120,7 +120,7 @@ def test_a_client_that_lost_its_connection_reads_the_rest(cluster: RealCluster, 
     connection, first = begin(cluster, body, 15)
     connection.leave()
     second = resume(urls(cluster)[number], first.stream, first.ids[-1]).stay()
-    check(body, whole, [first, second])
+    check(body, whole, [first, second], exact=True)
     check_again(cluster, [first, second])
 
 
@@ -140,14 +140,16 @@ def test_the_gateway_is_killed(cluster: RealCluster) -> None:
     body = BODY | {"prompt": prompt_of(90, 3)}
     whole = alone(cluster, body)
     connection, first = begin(cluster, body, 15)
-    other = urls(cluster)[1]
+    other, adopted = urls(cluster)[1], cluster.counter("gateway", "tickets_adopted")
     cluster.kill("gateway-0")
     assert connection.stay().broken
     second = resume(other, first.stream, first.ids[-1]).stay()
-    check(body, whole, [first, second])
+    check(body, whole, [first, second], exact=True)
     assert tokens_of([first])[0] == tokens_of([first, second])[0][: len(tokens_of([first])[0])]
     poll(lambda: _answers(cluster.url), "no gateway", 60.0)
     check_again(cluster, [first, second])
+    assert cluster.counter("gateway", "tickets_adopted") == adopted + 1
+    assert cluster.counter("decode", "tickets_given_over") >= 1
 
 
 @pytest.mark.timeout(300)

@@ -91,6 +91,7 @@ def make_plan(
                 priority=body.priority or 0,
                 tenant=context.tenant,
                 cache_salt=baton.cache_salt or "",
+                orphan_grace_s=limits.orphan_grace_s if baton.resumable else 0.0,
             )
         )
     return Plan(

@@ -93,7 +93,7 @@ class Streams:
         """Ends those that are still served here; another gateway may take them up."""
         self._stopped = True
         live, self._live = list(self._live.values()), {}
-        await asyncio.gather(*(stream.end(StreamMoved("this gateway is shutting down")) for stream in live))
+        await asyncio.gather(*(stream.let_go(StreamMoved("this gateway is shutting down")) for stream in live))
 
     @property
     def num_detached(self) -> int:
@@ -133,7 +133,7 @@ class Streams:
             if page.state.owner != self._deps.peer and not page.state.ended:
                 await self._ask_to_let_go(stream, page.state.owner)
                 request, page, tape = await self._read(stream, key)
-            plan = plan_of(request, page.state.remaining_s)
+            plan = plan_of(request, page.state.remaining_s, self._grace_s)
             if page.state.ended:
                 return _finished(stream, request, plan, tape)
             try:
@@ -180,7 +180,7 @@ class Streams:
         live = self._live.pop(order.stream, None)
         if live is not None:
             self._deps.counters.add("streams_handed_over")
-            await live.end(StreamMoved())
+            await live.let_go(StreamMoved())
         return Verdict(ok=True)
 
     async def _sweep(self) -> None:

@@ -16,7 +16,6 @@ from shared.protocol.stream_messages import (
     StreamProgress,
     StreamRequest,
     StreamState,
-    StreamTicket,
 )
 from shared.runtime.clock import Clock
 from shared.runtime.errors import BatonError
@@ -44,9 +43,7 @@ class Ledger:
         self.stream = stream
         self.tape = tape
         self.draft = Draft(n * len(tape.prompts))
-        self.tickets: list[StreamTicket | None] = [None] * len(tape.prompts)
-        self.paths = [prompt.path for prompt in tape.prompts]
-        self.stored = [prompt.stored for prompt in tape.prompts]
+        self.progress = [prompt.past() for prompt in tape.prompts]
         self.parts: tuple[str, ...] = ()
         self._journal = journal
         self._n = n
@@ -101,17 +98,18 @@ class Ledger:
                 tokens_of([*told, *new], stopped=stopped[number] or number in draft.stopped)
                 for number, (told, new) in enumerate(zip(self._tail(), draft.events, strict=True))
             ),
-            progress=tuple(self._progress(number, draft) for number in range(len(self.tape.prompts))),
+            progress=tuple(self._told(number, draft) for number in range(len(self.tape.prompts))),
             remaining_s=max(0.0, self._deadline - self._clock.now()),
             failure=None if failure is None else StreamFailure(code=failure.code, message=failure.message),
         )
 
-    def _progress(self, number: int, draft: Draft) -> StreamProgress:
-        timings = draft.timings.get(number, self.tape.prompts[number].timings)
+    def _told(self, number: int, draft: Draft) -> StreamProgress:
+        timings, now = draft.timings.get(number, self.tape.prompts[number].timings), self.progress[number]
         return StreamProgress(
-            path=self.paths[number],
-            stored=self.stored[number],
-            ticket=self.tickets[number],
+            identity=now.identity,
+            path=now.path,
+            stored=now.history.stored,
+            ticket=now.ticket if timings is None else None,
             timings=None if timings is None else json.dumps(timings),
         )
 
@@ -123,7 +121,7 @@ class Ledger:
             tape.prompts[number // self._n].stopped[number % self._n] = True
         for number, timings in draft.timings.items():
             tape.prompts[number].timings = timings
-        for prompt, path, stored in zip(tape.prompts, self.paths, self.stored, strict=True):
-            prompt.path, prompt.stored = path, stored
+        for prompt, now in zip(tape.prompts, self.progress, strict=True):
+            prompt.path = now.path
         tape.failure = tape.failure or draft.failure
         tape.grown.set()

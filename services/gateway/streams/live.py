@@ -7,7 +7,7 @@ from typing import Protocol
 
 from services.gateway.api.plan import Plan
 from services.gateway.generation import Generation, GenerationRequest, TokenEvent
-from services.gateway.history import History
+from services.gateway.history import Past
 from services.gateway.streams.ledger import Ledger
 from services.gateway.streams.reader import Reader
 from services.gateway.streams.tape import Tape
@@ -23,15 +23,17 @@ _END_S = 5.0
 
 
 class ResumableGeneration(Generation, Protocol):
-    @property
-    def stored(self) -> int:
-        """Positions whose state the stores can bring back."""
+    def progress(self) -> Past:
+        """From which another gateway can go on."""
+
+    def leave(self) -> None:
+        """It is about to be closed here, and goes on for another gateway."""
 
 
 class ResumableGenerator(Protocol):
     """past: what the client may have already; the generation goes on behind it."""
 
-    def generate(self, request: GenerationRequest, past: History | None = None) -> ResumableGeneration: ...
+    def generate(self, request: GenerationRequest, past: Past | None = None) -> ResumableGeneration: ...
 
 
 class LiveStream:
@@ -61,6 +63,7 @@ class LiveStream:
         self._task: asyncio.Task[None] | None = None
         self._come = asyncio.Event()
         self._over: set[int] = set()
+        self._generations: dict[int, ResumableGeneration] = {}
         self._texts: list[ChoiceText] = []
         self._read_past(text)
 
@@ -85,6 +88,11 @@ class LiveStream:
             if not self.tape.ended:
                 self._deps.counters.add("streams_detached")
 
+    async def let_go(self, why: StreamError) -> None:
+        """Another gateway may go on with it, and with the tickets that the journal names."""
+        self._leave_tickets()
+        await self.end(why)
+
     async def end(self, why: StreamError) -> None:
         """Stops serving it; whoever reads is told why. Its tickets are cancelled, the journal stays as it is."""
         if self._reader is not None:
@@ -101,6 +109,9 @@ class LiveStream:
                 drives = [group.create_task(self._drive(number)) for number in numbers]
                 try:
                     await self._write()
+                except StreamMoved:  # whoever has it now may go on with its tickets
+                    self._leave_tickets()
+                    raise
                 finally:
                     for drive in drives:
                         drive.cancel()
@@ -108,6 +119,10 @@ class LiveStream:
             self.lost = True
             self.tape.failure = _first(errors)
             self.tape.grown.set()
+
+    def _leave_tickets(self) -> None:
+        for generation in self._generations.values():
+            generation.leave()
 
     async def _write(self) -> None:
         """What comes while something is being written is written together."""
@@ -122,10 +137,11 @@ class LiveStream:
 
     async def _drive(self, number: int) -> None:
         """One prompt, from where the tape ends. Of several that fail the first is what the stream ends with."""
-        past = self.tape.prompts[number].history()
+        past = self.tape.prompts[number].past()
         generation = self._generator.generate(self.plan.requests[number], past)
+        self._generations[number] = generation
         try:
-            if not all(past.over):
+            if not all(past.history.over):
                 async for batch in generation:
                     self._take(number, generation, batch)
             self.ledger.draft.timings[number] = generation.timings()
@@ -154,7 +170,7 @@ class LiveStream:
                 self._over.add(place)
                 ledger.draft.stopped.add(place)
                 generation.stop_choice(event.choice)
-        ledger.paths[number], ledger.stored[number] = generation.path, generation.stored
+        ledger.progress[number] = generation.progress()
         self._come.set()
 
     def _read_past(self, text: TextModel) -> None:

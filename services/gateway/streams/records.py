@@ -45,8 +45,8 @@ def request_of(plan: Plan, key: str, created: int) -> StreamRequest:
     )
 
 
-def plan_of(request: StreamRequest, remaining_s: float) -> Plan:
-    """The plan it was made of. remaining_s: what is left of its time."""
+def plan_of(request: StreamRequest, remaining_s: float, grace_s: float) -> Plan:
+    """The plan it was made of. remaining_s: what is left of its time. grace_s: as `orphan_grace_s`."""
     ids = [request.request_id]
     if len(request.prompts) > 1:
         ids = [f"{request.request_id}-{position}" for position in range(len(request.prompts))]
@@ -66,6 +66,7 @@ def plan_of(request: StreamRequest, remaining_s: float) -> Plan:
                 kv_precision=request.kv_precision,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                orphan_grace_s=grace_s,
             )
             for request_id, one in zip(ids, request.prompts, strict=True)
         ),
@@ -98,7 +99,8 @@ def tape_of(state: StreamState, parts: Iterable[StreamPart], n: int) -> Tape:
         for number, tokens in enumerate(run):
             _extend(tape.prompts[number // n], number % n, tokens)
     for prompt, progress in zip(tape.prompts, state.progress, strict=True):
-        prompt.path, prompt.stored = progress.path, progress.stored
+        prompt.path, prompt.identity = progress.path, progress.identity
+        prompt.stored, prompt.ticket = progress.stored, progress.ticket
         prompt.timings = None if progress.timings is None else json.loads(progress.timings)
     if state.failure is not None:
         tape.failure = error_from_code(state.failure.code, state.failure.message)

@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.generation import TokenEvent
-from services.gateway.history import History
+from services.gateway.history import History, Past
+from shared.protocol.stream_messages import StreamTicket
 from shared.runtime.errors import BatonError
 
 
 @dataclass(slots=True)
 class PromptTape:
-    """events: of each choice, in order. stopped: choices that a stop string has ended. timings: once all have ended."""
+    """events: of each choice, in order. stopped: choices that a stop string has ended. identity, stored, ticket:
+    as they were when the stream was taken up. timings: once all have ended."""
 
     events: list[list[TokenEvent]]
     stopped: list[bool]
     path: str = "pending"
+    identity: str | None = None
     stored: int = 0
+    ticket: StreamTicket | None = None
     timings: dict[str, object] | None = None
 
     @classmethod
@@ -34,10 +38,11 @@ class PromptTape:
     def all_over(self) -> bool:
         return all(map(self.is_over, range(len(self.events))))
 
-    def history(self) -> History:
-        """As another attempt goes on behind it."""
+    def past(self) -> Past:
+        """From which a generation goes on behind it."""
         tokens = [[event.token for event in events] for events in self.events]
-        return History(tokens, [self.is_over(choice) for choice in range(len(tokens))], self.stored)
+        history = History(tokens, [self.is_over(choice) for choice in range(len(tokens))], self.stored)
+        return Past(history, self.identity, self.path, self.ticket)
 
 
 @dataclass(slots=True)
