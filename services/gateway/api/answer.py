@@ -212,7 +212,7 @@ class Answer:
         }
         if not self._plan.tell_baton:
             return Ending(usage, None)
-        baton: dict[str, object] = {"request_id": self._context.request_id, "path": self._context.path}
+        baton: dict[str, object] = {"request_id": self._plan.request_id, "path": self._context.path}
         if self._plan.timings:
             timings = [generation.timings() for generation in self._generations]
             baton["timings"] = timings[0] if len(timings) == 1 else timings

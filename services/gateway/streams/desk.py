@@ -148,7 +148,11 @@ class Streams:
             raise StreamNotFound
         request = await self._journal.request(stream)
         _check_key(request, key)
-        return request, page, tape_of(page.state, await self._journal.parts(stream, page.state.parts), request.n)
+        parts = await self._journal.parts(stream, page.state.parts)
+        try:
+            return request, page, tape_of(page.state, parts, request.n)
+        except ValueError as error:
+            raise JournalUnavailable(f"the stream's state cannot be read: {error}") from error
 
     async def _ask_to_let_go(self, stream: str, owner: str) -> None:
         """An owner that does not answer is as good as gone: if it is not, it loses the stream at its next write."""

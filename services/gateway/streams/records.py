@@ -93,9 +93,11 @@ def tokens_of(events: Sequence[TokenEvent], *, stopped: bool = False) -> StreamT
 
 
 def tape_of(state: StreamState, parts: Iterable[StreamPart], n: int) -> Tape:
-    """The tape that they were written from."""
+    """The tape that they were written from; ValueError where they do not fit together."""
     tape = Tape.empty(len(state.progress), n)
     for run in (*(part.choices for part in parts), state.choices):
+        if len(run) != n * len(state.progress):
+            raise ValueError(f"{len(run)} choices of {len(state.progress)} prompts, {n} each")
         for number, tokens in enumerate(run):
             _extend(tape.prompts[number // n], number % n, tokens)
     for prompt, progress in zip(tape.prompts, state.progress, strict=True):
