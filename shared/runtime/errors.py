@@ -6,8 +6,9 @@ BatonError
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
   StoreError           the external store: StoreFull, StoreUnavailable
   EngineError          compute failed
-  StreamError          resumable streams: StreamNotFound, StreamMoved, NotResumable, JournalUnavailable
-  RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
+  StreamError          streams cannot be resumed: NotResumable, JournalUnavailable
+  RequestError         the request itself: InvalidRequest, ModelNotFound, StreamNotFound, StreamMoved, Cancelled,
+                       DeadlineExceeded
 
 Each leaf has a `code` that travels on the wire, an HTTP status, and says whether trying again may help.
 A peer's failure arrives as data (`code` and `message`) and becomes the same class again by `error_from_code`.
@@ -167,23 +168,9 @@ class EngineError(BatonError):
 
 
 class StreamError(BatonError):
-    """A resumable stream cannot go on here."""
+    """Streams cannot be resumed here, or not now."""
 
     code = "stream_failed"
-
-
-class StreamNotFound(StreamError):
-    """There is no such stream, or it has expired."""
-
-    code = "stream_not_found"
-    http_status = 404
-
-
-class StreamMoved(StreamError):
-    """The stream is read over another connection now."""
-
-    code = "stream_moved"
-    http_status = 409
 
 
 class NotResumable(StreamError):
@@ -219,6 +206,20 @@ class ModelNotFound(RequestError):
 
     code = "model_not_found"
     http_status = 404
+
+
+class StreamNotFound(RequestError):
+    """There is no such stream, or it has expired."""
+
+    code = "stream_not_found"
+    http_status = 404
+
+
+class StreamMoved(RequestError):
+    """The stream is read over another connection now."""
+
+    code = "stream_moved"
+    http_status = 409
 
 
 class Cancelled(RequestError):

@@ -16,7 +16,7 @@ from services.gateway.streams.reader import Reader
 from shared.bus.memory import Envelope
 from shared.protocol.messages import SamplingSpec
 from shared.protocol.subjects import ROLL_CALL
-from shared.runtime.errors import JournalUnavailable, NotResumable, StreamError, StreamMoved, StreamNotFound
+from shared.runtime.errors import BatonError, JournalUnavailable, NotResumable, StreamMoved, StreamNotFound
 from shared.text.tokenizer import TextModel
 from tests.sim.asking import now, until, verb_of
 from tests.sim.cluster import Cluster, prompt_of
@@ -68,7 +68,7 @@ class Client:
         self.finishes: list[str | None] = [None] * n
         self.id = ""
         self.timings: dict[str, object] = {}
-        self.error: StreamError | None = None
+        self.error: BatonError | None = None
         self._reader: Reader | None = None
 
     @property
@@ -90,7 +90,7 @@ class Client:
                 if leave_at is not None and len(self.tokens[0]) >= leave_at:
                     return
             self.timings = generation.timings()
-        except StreamError as error:
+        except BatonError as error:
             self.error = error
         finally:
             reader.close()

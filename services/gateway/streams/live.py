@@ -14,7 +14,7 @@ from services.gateway.streams.tape import Tape
 from shared.protocol.messages import FinishReason
 from shared.protocol.stream_messages import StreamRequest
 from shared.runtime.deps import Deps
-from shared.runtime.errors import BatonError, StreamError, StreamMoved
+from shared.runtime.errors import BatonError, JournalUnavailable, StreamMoved
 from shared.text.choice import ChoiceText
 from shared.text.tokenizer import TextModel
 
@@ -88,12 +88,12 @@ class LiveStream:
             if not self.tape.ended:
                 self._deps.counters.add("streams_detached")
 
-    async def let_go(self, why: StreamError) -> None:
+    async def let_go(self, why: BatonError) -> None:
         """Another gateway may go on with it, and with the tickets that the journal names."""
         self._leave_tickets()
         await self.end(why)
 
-    async def end(self, why: StreamError) -> None:
+    async def end(self, why: BatonError) -> None:
         """Stops serving it; whoever reads is told why. Its tickets are cancelled, the journal stays as it is."""
         if self._reader is not None:
             self._reader.end(why)
@@ -115,9 +115,11 @@ class LiveStream:
                 finally:
                     for drive in drives:
                         drive.cancel()
-        except* StreamError as errors:
+        except* (StreamMoved, JournalUnavailable) as errors:
             self.lost = True
             self.tape.failure = _first(errors)
+            moved = isinstance(self.tape.failure, StreamMoved)
+            self._deps.counters.add("streams_lost" if moved else "streams_unwritten")
             self.tape.grown.set()
 
     def _leave_tickets(self) -> None:
@@ -184,9 +186,9 @@ class LiveStream:
                 matcher.push((event.token,), hide_last=event.finish is FinishReason.STOP)
 
 
-def _first(errors: ExceptionGroup[StreamError]) -> StreamError:
+def _first(errors: ExceptionGroup[BatonError]) -> BatonError:
     inner: BaseException = errors
     while isinstance(inner, BaseExceptionGroup):
         inner = inner.exceptions[0]
-    assert isinstance(inner, StreamError)
+    assert isinstance(inner, BatonError)
     return inner
