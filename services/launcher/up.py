@@ -78,13 +78,17 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
 
 
 def _choose_ports(options: UpOptions, chosen: dict[str, dict[str, str]]) -> list[str]:
-    """Of each gateway, the first one's first: the others' are free ones unless they were given. Their URLs."""
-    urls = []
-    for number, name in enumerate(gateway_names(options)):
+    """Of each gateway, the first one's first: the others' are free ones unless they were given ports of their own.
+    Their URLs."""
+    urls: list[str] = []
+    taken: set[int] = set()
+    for name in gateway_names(options):
         settings = load_settings(GatewaySettings, own_nats() | chosen[name])
-        is_given = number == 0 or "port" in chosen[name]
-        chosen[name]["port"] = str(free_port(settings.host, settings.port if is_given else 0))
-        urls.append(_url(settings.host, chosen[name]["port"]))
+        is_own = not taken or ("port" in chosen[name] and settings.port not in taken)
+        port = free_port(settings.host, settings.port if is_own else 0)
+        taken.add(port)
+        chosen[name]["port"] = str(port)
+        urls.append(_url(settings.host, str(port)))
     return urls
 
 

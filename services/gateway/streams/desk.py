@@ -114,20 +114,20 @@ class Streams:
         """A stream that a client asks for again. StreamNotFound where there is none that this key may read."""
         lock = self._asking.setdefault(stream, asyncio.Lock())
         try:
-            async with lock:
-                live = self._live.get(stream)
-                if live is not None and not live.lost:
-                    _check_key(live.request, key)
-                    check(live.tape.said())
-                    return _as_found(live)
+            async with lock:  # one question to the journal is enough for many who ask
                 return await self._look_up(stream, key, check)
         finally:
             if not lock.locked():
                 self._asking.pop(stream, None)
 
     async def _look_up(self, stream: str, key: str, check: Check) -> Found:
-        """In the journal: it is over, or another gateway has it, or had it and is gone."""
+        """Here, or in the journal: it is over, or another gateway has it, or had it and is gone."""
         for _ in range(_CLAIMS):
+            live = self._live.get(stream)
+            if live is not None and not live.lost:
+                _check_key(live.request, key)
+                check(live.tape.said())
+                return _as_found(live)
             request, page, tape = await self._read(stream, key)
             check(tape.said())
             if page.state.owner != self._deps.peer and not page.state.ended:
