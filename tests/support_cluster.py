@@ -38,7 +38,8 @@ class RealCluster:
     settings: `role.field`, `name.field` or `common.field`, as `--set` takes them. warm: send each pair of workers a
     request first, so that connections which stay open are in the baseline of open files. flags: more of `baton up`;
     without prefill workers they say so themselves, by a --mode or --prefill 0. store: workers use the kvstore, whose
-    sidecar comes with the first block.
+    sidecar comes with the first block. reuse: workers find the state of earlier prompts again; without it the same
+    prompt costs and brings the same each time.
     """
 
     entry: tuple[str, ...] = ("-m", "services.cli")
@@ -56,6 +57,7 @@ class RealCluster:
         model: str | None = None,
         flags: tuple[str, ...] = (),
         store: bool = False,
+        reuse: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.state_dir = directory / "state"
@@ -70,6 +72,7 @@ class RealCluster:
         self._flags += ["--model", model] if model else []
         self._flags += ["--gateway", str(gateway)] if gateway > 1 else []
         self._flags += [] if store else ["--set", "common.store=false"]
+        self._flags += [] if reuse else ["--set", "common.prefix_cache=false"]
         self._flags += [] if restart else ["--no-restart"]
         self._flags += [part for key, value in (settings or {}).items() for part in ("--set", f"{key}={value}")]
         self._process: subprocess.Popen[bytes] | None = None

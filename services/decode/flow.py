@@ -7,7 +7,7 @@ events of its machine there, or complete what this coroutine waits for.
 import asyncio
 from dataclasses import dataclass
 
-from services.decode.loading import Loaded, load_stored
+from services.decode.loading import load_stored
 from services.decode.loop import TokenOutbox
 from services.decode.ticket import DecodeTicket
 from shared.bus.ask import ask
@@ -21,6 +21,7 @@ from shared.runtime.errors import (
     BatonError,
     Corrupt,
     PeerLost,
+    PrefixGone,
     ProtocolError,
     TransferTimeout,
     UnknownRoom,
@@ -32,6 +33,7 @@ from shared.transfer.formats.catalog import lossiest
 from shared.transfer.ledger import state_bytes
 from shared.transfer.link import Link, Receipt
 from shared.worker.checkpoint import Checkpoint
+from shared.worker.loading import Loaded
 from shared.worker.notices import tell_failure
 from shared.worker.stores import Stores
 
@@ -62,19 +64,20 @@ class DecodeFlow:
 
 async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
     """Runs a granted ticket to its end. Returns when its pages are free."""
+    ticket.held = d.engine.held(ticket.key)
     try:
         with ticket.scope:
             ticket.scope.check()
             async with until(ticket.deadline, "the request"):
                 if ticket.order.prefill is None:
-                    loaded = await load_stored(d.deps, d.link, d.stores, ticket) if ticket.order.load else Loaded()
-                    ticket.scope.check()
-                    ticket.apply(machine.StartedLocally(ticket.key.generation))
-                    _begin_checkpoint(d, ticket, loaded.lossiest)
-                    d.engine.start_local(ticket.key, loaded.num_tokens)
+                    loaded = Loaded(ticket.held.num_tokens, ticket.held.lossiest)
+                    if ticket.order.load:
+                        loaded = await load_stored(d.deps, d.link, d.stores, ticket)
+                        ticket.scope.check()
+                    _start_local(d, ticket, loaded)
                 else:
                     units = d.engine.unit_tables(ticket.key)
-                    formats, held_len = accepted(ticket.order.kv_precision), ticket.held_len
+                    formats, held_len = accepted(ticket.order.kv_precision), ticket.held.num_tokens
                     await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, held_len, formats)
                     await _publish_destination(d, ticket)
                     record = await _await_record(d, ticket)
@@ -99,7 +102,7 @@ def perform(d: DecodeFlow, ticket: DecodeTicket, effect: object) -> None:
     """Carries out one effect of the ticket's machine."""
     match effect:
         case machine.StartGroup():
-            d.engine.start_prefilled(ticket.key, ticket.first_tokens())
+            d.engine.start_prefilled(ticket.key, ticket.first_tokens(), _came_by(ticket.record.result()))
             ticket.apply(machine.Started(ticket.key.generation))
         case machine.AckCommit():
             if not ticket.commit_answer.done():
@@ -136,7 +139,7 @@ async def _send_destination(d: DecodeFlow, ticket: DecodeTicket, prefill: str) -
         geometry=d.engine.geometry,
         link=d.link.address,
         secret=ticket.secret,
-        held_len=ticket.held_len,
+        held_len=ticket.held.num_tokens,
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
     try:
@@ -173,9 +176,9 @@ def _check_record(ticket: DecodeTicket, record: Commit) -> None:
 def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit, landed: Receipt) -> None:
     """Raises Corrupt where P has not sent every row of every layer that we lack: our own counts agree with its. What we
     hold is sent again where it shares a unit of P's with what we lack."""
-    sent = [(c.name, c.num_bytes) for c in landed]
+    sent, held_len = [(c.name, c.num_bytes) for c in landed], ticket.held.num_tokens
     needed = [
-        (c.name, state_bytes(c, record.prompt_len, ticket.held_len - ticket.held_len % theirs.unit_tokens))
+        (c.name, state_bytes(c, record.prompt_len, held_len - held_len % theirs.unit_tokens))
         for c, theirs in zip(d.engine.layout.components, landed, strict=True)
     ]
     if sent != needed:
@@ -215,11 +218,11 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "wire_bytes": tuple((one.name, one.num_bytes) for one in record.on_wire),
             "backend": record.timings.backend,
             "backend_asked": record.timings.backend_asked,
+            "held_tokens": ticket.held.num_tokens,
+            "cached_tokens": record.timings.cached_tokens,
         }
     )
-    _begin_checkpoint(
-        d, ticket, lossiest((record.wire_format, *(one.wire_format for one in record.on_wire if one.num_bytes)))
-    )
+    _begin_checkpoint(d, ticket, lossiest((_came_by(record), ticket.held.lossiest)))
     for first in record.first:  # the log takes what comes next, and that is token 0 only where there was none before
         ticket.log(TokenOut(ticket.key, first.choice, 0, first.token, first.logprob, first.finish))
     if ticket.all_done.is_set():  # the handoff tokens ended it: nothing to start, P may let go
@@ -229,6 +232,22 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
         if ticket.checkpoint is not None:
             ticket.checkpoint.reach(ticket.stored_len)
     d.outbox.send_from(ticket, index=0)
+
+
+def _start_local(d: DecodeFlow, ticket: DecodeTicket, loaded: Loaded) -> None:
+    """D computes what is not there. PrefixGone where that is more than was meant."""
+    if ticket.held.num_tokens < ticket.order.held_least:
+        raise PrefixGone(f"{ticket.held.num_tokens} positions of {ticket.order.held_least} are here")
+    told = {"held_tokens": ticket.held.num_tokens, "cached_tokens": loaded.num_tokens}
+    ticket.timings = ticket.timings.model_copy(update=told)
+    ticket.apply(machine.StartedLocally(ticket.key.generation))
+    _begin_checkpoint(d, ticket, loaded.lossiest)
+    d.engine.start_local(ticket.key, loaded.num_tokens, loaded.lossiest)
+
+
+def _came_by(record: Commit) -> str:
+    """The lossiest of the formats in which P has sent anything."""
+    return lossiest((record.wire_format, *(one.wire_format for one in record.on_wire if one.num_bytes)))
 
 
 def _begin_checkpoint(d: DecodeFlow, ticket: DecodeTicket, came_by: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from shared.engine.api import Past, TokenOut
+from shared.engine.sharing import NOTHING, Sharing
 from shared.machines import decode as machine
 from shared.protocol.messages import (
     Commit,
@@ -17,6 +18,8 @@ from shared.protocol.messages import (
 )
 from shared.runtime.clock import Clock
 from shared.runtime.counters import Counters
+from shared.transfer.formats.agree import accepted
+from shared.transfer.formats.catalog import lossiest
 from shared.transfer.link import TicketKey
 from shared.worker.checkpoint import Checkpoint
 from shared.worker.tickets import LiveTicket
@@ -44,10 +47,9 @@ class ChoiceLog:
 
 
 class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
-    """secret: what a peer must know to write. state_len: positions whose state is handed over. held_len: those of them
-    that are in its pages already, whole pages; who finds some there says so before the destination is sent. record,
-    commit_answer: P's word and ours. all_done: no choice is left. checkpoint: puts its blocks into the stores. timed:
-    the timings are on their way to the gateway.
+    """secret: what a peer must know to write. state_len: positions whose state is handed over. held: those of them that
+    are in its pages already, known once it is served. record, commit_answer: P's word and ours. all_done: no choice is
+    left. checkpoint: puts its blocks into the stores. timed: the timings are on their way to the gateway.
     """
 
     def __init__(self, order: Reserve, clock: Clock, counters: Counters, secret: bytes) -> None:
@@ -56,7 +58,8 @@ class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
         self.secret = secret
         self.past = past = Past(order.history, order.finished)
         self.state_len = len(past.trunk(order.prompt))
-        self.held_len = 0
+        accepts = dict.fromkeys(lossiest((name,)) for name in accepted(order.kv_precision))
+        self.sharing, self.held = Sharing(order.salt, tuple(accepts)), NOTHING
         self.record: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.commit_answer: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
         self.all_done = asyncio.Event()

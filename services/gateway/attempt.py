@@ -91,6 +91,7 @@ def orders_of(
         finished=history.finished(),
         salt=request.salt,
         orphan_grace_s=request.orphan_grace_s,
+        held_least=route.held_least,
         load=route.load,
         load_least=history.stored // 2 if route.load else 0,  # with less of it a P would have been sooner
     )

@@ -36,7 +36,7 @@ class Rates:
 
     def note(self, timings: TicketTimings, trunk_len: int) -> None:
         """Of a ticket with so many positions before its first token."""
-        computed = trunk_len - timings.loaded_tokens
+        computed = trunk_len - timings.cached_tokens
         if timings.prefill_s and computed >= _LEAST_TOKENS:
             self.compute_s += _WEIGHT * (timings.prefill_s / computed - self.compute_s)
         if timings.load_s and timings.loaded_tokens >= _LEAST_TOKENS:

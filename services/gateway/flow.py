@@ -20,6 +20,7 @@ from services.gateway.inbox import Inbox
 from services.gateway.legs import TICK_S, Legs
 from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
+from services.gateway.prefixes import Beginning, Prefixes
 from services.gateway.recovery import Recoveries
 from services.gateway.router import Demand
 from services.gateway.timings import Stopwatch
@@ -37,6 +38,7 @@ from shared.runtime.errors import (
     DeadlineExceeded,
     InvalidRequest,
     PeerLost,
+    PrefixGone,
     StoreError,
     error_from_code,
 )
@@ -64,6 +66,7 @@ class GatewayFlow:
         self.farewells = Farewells(deps)
         self.rates = Rates()
         self.moves = Moves(rooms, is_on=settings.migrate_on_drain)
+        self.prefixes = Prefixes(settings.block_tokens)
 
     async def start(self) -> None:
         """From now on workers that die are noticed, and workers are told what is over when they ask."""
@@ -74,6 +77,7 @@ class GatewayFlow:
 
     def _lose(self, peer: str) -> None:
         self.inbox.lose(peer)
+        self.prefixes.forget(peer)
         self.rooms.breakers.forget(peer)
 
     def generate(self, request: GenerationRequest, past: Past | None = None) -> "RequestFlow":
@@ -94,6 +98,7 @@ class RequestFlow:
         self._past = past or Past(History.empty(request.sampling.n))
         self._history = self._past.history
         self._identity = self._past.identity
+        self._beginning = Beginning(g.prefixes, request.salt)
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
@@ -129,6 +134,7 @@ class RequestFlow:
                             yield batch
                     attempt.apply(machine.AllDone(generation))
                     legs.proven()
+                    self._beginning.grown(legs.route, self._history.prefix(self._request.prompt))
                     return
                 except Draining as error:
                     failures = 0
@@ -142,10 +148,12 @@ class RequestFlow:
                     self._g.moves.ended(self)
                     if isinstance(error, StoreError):
                         self._history.stored = 0  # that they had less than was thought is nobody's fault
+                    elif isinstance(error, PrefixGone) and attempt.route is not None:
+                        self._beginning.gone(attempt.route)
                     elif is_failure:
                         failures = 1 if attempt.state.emitted else failures + 1
                         self._avoid_who_failed(attempt, error)
-                    counts = is_failure and not isinstance(error, StoreError)
+                    counts = is_failure and not isinstance(error, (StoreError, PrefixGone))
                     if not self._may_go_on(attempt, error) or (counts and self._are_too_many(failures)):
                         raise self._final(error) from error.__cause__
                     self._g.deps.counters.add("attempts_retried")
@@ -175,7 +183,9 @@ class RequestFlow:
 
     async def _wait_for_room(self, attempt: Attempt) -> Legs:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
-        request, demand, estimate = self._request, self._demand(), self._estimate()
+        request = self._request
+        self._beginning.renew(self._history.prefix(request.prompt))
+        demand, estimate = self._demand(), self._estimate()
         self._recoveries.expect(estimate.store_s if demand.load else estimate.prefill_s)
         attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
         attempt.began_at = self._g.deps.clock.now()
@@ -195,6 +205,8 @@ class RequestFlow:
             avoid=self._failed_peers,
             identity=self._identity,
             load=may_load and self._estimate().from_store,
+            held=self._beginning.held(),
+            near=self._g.settings.near_tokens,
         )
 
     def _estimate(self) -> Estimate:
@@ -233,6 +245,8 @@ class RequestFlow:
             self._watch.ticket(box.timings)
             self._g.rates.note(box.timings, attempt.trunk_len)
             box.timings = None
+            if attempt.route is not None:
+                self._beginning.sent(attempt.route)
         self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
             self._path = attempt.path or attempt.route.path
@@ -298,11 +312,17 @@ class RequestFlow:
         attempt, ticket = self._attempt, None
         if attempt is not None and attempt.box.taken_over:
             ticket = StreamTicket(room=attempt.room, generation=attempt.generation, decode=attempt.box.legs["decode"])
-        return Past(self._history, self._identity, self._path, ticket)
+        return Past(self._history, self._identity, self._path, ticket, self.cached_tokens)
 
     def leave(self) -> None:
         """It is about to end here, and what its decode worker does goes on for another gateway."""
         self._is_left = self.progress().ticket is not None
+
+    @property
+    def cached_tokens(self) -> int:
+        if self._past.cached_tokens is not None:
+            return self._past.cached_tokens
+        return min(self._watch.cached_tokens, len(self._request.prompt))
 
     def timings(self) -> dict[str, object]:
         return self._watch.as_dict() | {

@@ -61,6 +61,10 @@ class Generation(Protocol):
     def path(self) -> str:
         """`remote`, `local`, `store`, or `pending` before the first token; where workers were lost, the last way."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """So many of the prompt's tokens needed not be computed; 0 before the first token."""
+
     def timings(self) -> dict[str, object]:
         """The body of `baton.timings`: seconds and bytes, complete when the iteration has ended."""
 

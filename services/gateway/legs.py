@@ -42,7 +42,7 @@ class Legs:
         self._g = g
         self._request = request
         self._attempt = attempt
-        self._route = route
+        self.route = route
         self._deadline = deadline
         attempt.box.legs = {worker.report.role: worker.peer for worker in route.workers}
 
@@ -51,7 +51,7 @@ class Legs:
         computes only what it has accepted, and only once D has told it where the state goes."""
         attempt, now = self._attempt, self._g.deps.clock.now()
         orders = orders_of(
-            self._request, attempt, self._route, self._g.deps.peer, self._deadline - now, waited_s=waited_s
+            self._request, attempt, self.route, self._g.deps.peer, self._deadline - now, waited_s=waited_s
         )
         refusal: BatonError | None = None
         async with asyncio.TaskGroup() as legs:
@@ -106,7 +106,7 @@ class Legs:
 
     async def check(self) -> None:
         """Nothing came for a while. Who is lost is known from the heartbeats; D is asked for what may have got lost."""
-        registry, route = self._g.registry, self._route
+        registry, route = self._g.registry, self.route
         if not self._g.deps.bus.connected:
             return
         if not registry.is_alive(route.decode.peer):
@@ -119,7 +119,7 @@ class Legs:
     async def replay(self, *, mine: bool = False) -> None:
         """Asks D for *tokens from k* of every choice that is not done. mine: it was another gateway's so far, and what
         comes from now on is to come here."""
-        deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self._route.decode.peer
+        deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self.route.decode.peer
         over = attempt.history.over
         wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and not over[c])
         gateway = deps.peer if mine else None
@@ -146,7 +146,7 @@ class Legs:
     def proven(self) -> None:
         """D has taken over, or P's token was all there is: so much works. Counted once."""
         attempt = self._attempt
-        for role, key in self._route.legs.items():
+        for role, key in self.route.legs.items():
             if not attempt.proven and (role == "prefill" or attempt.box.taken_over):
                 self._g.rooms.breakers.succeeded(key)
         attempt.proven = True
@@ -155,27 +155,27 @@ class Legs:
         """The peers that failed the attempt, as far as it is known; counted by their breakers."""
         now, box = self._g.deps.clock.now(), self._attempt.box
         peers = blamed(error.code, error.by, box.legs)
-        for key in self._route.legs.values():
+        for key in self.route.legs.values():
             if key[0] in peers and self._g.registry.is_alive(key[0]):  # who is gone is not asked anyway
                 self._g.rooms.breakers.failed(key, now, self._attempt.began_at)
         return frozenset(peers)
 
     def settle(self) -> None:
         """Whatever the workers answered or would have: their next reports count what they hold."""
-        for worker in self._route.workers:
+        for worker in self.route.workers:
             self._g.registry.settle(worker.peer, self._attempt.room, granted=True)
 
     def stop_choice(self, choice: int) -> None:
         attempt = self._attempt
         order = Cancel(room=attempt.room, generation=attempt.generation, reason="stop", choice=choice)
-        self._g.farewells.tell("decode", self._route.decode.peer, order, self._deadline)
+        self._g.farewells.tell("decode", self.route.decode.peer, order, self._deadline)
 
     def end(self, reason: str, *, tell: bool = True) -> None:
         """The attempt is over. Legs that may still hold something are told; those that have finished know. tell: False
         where they go on for another gateway."""
         attempt = self._attempt
         self.settle()
-        for key in self._route.legs.values():
+        for key in self.route.legs.values():
             self._g.rooms.breakers.released(key, attempt.room)
         if not tell or not attempt.cancel_legs or all(attempt.box.finished):
             return

@@ -69,7 +69,7 @@ class Recoveries:
         last.resumed_s, last.path = self._clock.now() - self._begun_at, path
         if path == "store":
             last.loaded_tokens, last.loaded_bytes = ticket.loaded_tokens, sum(size for _, size in ticket.bytes)
-        last.recomputed_tokens = trunk_len - last.loaded_tokens
+        last.recomputed_tokens = trunk_len - ticket.cached_tokens
         self._counters.add("recoveries_resumed")
         self._counters.add(f"recoveries_by_{path}")
         if last.estimated_s is not None:

@@ -1,8 +1,8 @@
 """Which workers serve a request: pure functions over a snapshot of reports, so that they can be replayed.
 
 Default policy: P by least work ahead of the prompt, D by most free pages, and where D computes the prompt itself by
-fewest prompts ahead of it; nobody is chosen without announced room, and nobody whose circuit breaker is open while
-another can be chosen or waited for.
+fewest prompts ahead of it; what a worker holds of the prompt counts as work that is done. Nobody is chosen without
+announced room, and nobody whose circuit breaker is open while another can be chosen or waited for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ class Demand:
     """What a request needs: its prompt, the choices that are to go on, and the path it may take. caught_up: of each of
     them, positions behind the prompt that D has to compute; none of a new request. avoid: peers that failed this
     request before; they are asked again only where there is no other. identity: of the model that began the answer,
-    which no other may end; None: it has not begun. load: its state comes out of the stores."""
+    which no other may end; None: it has not begun. load: its state comes out of the stores. held: peer -> so many of
+    its leading positions may have their state there. near: under `auto` a D that lacks no more than so many computes
+    them itself."""
 
     prompt_len: int
     num_choices: int
@@ -31,16 +33,27 @@ class Demand:
     avoid: frozenset[str] = frozenset()
     identity: str | None = None
     load: bool = False
+    held: Mapping[str, int] = field(default_factory=dict)
+    near: int = 0
+
+    def share_of(self, worker: "Worker") -> float:
+        """Which part of the prompt that worker would compute, 0 to 1."""
+        return 1.0 - min(1.0, self.held.get(worker.peer, 0) / self.prompt_len)
+
+    def is_near(self, worker: "Worker") -> bool:
+        held = self.held.get(worker.peer, 0)
+        return bool(held) and self.prompt_len - held <= self.near
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """The chosen pair; prefill is None where D computes the prompt itself. load: it takes from the stores
-    what they have."""
+    what they have. held_least: D must have so much of the prompt, else another way is shorter."""
 
     decode: Worker
     prefill: Worker | None
     load: bool = False
+    held_least: int = 0
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -87,6 +100,8 @@ class DefaultPolicy:
         if prefills is None:
             local = choose_local(demand, _willing(decodes, "local", fleet), decodes)
             return None if local is None else Route(local, None, demand.load)
+        if (near := choose_near(demand, _willing(decodes, "local", fleet))) is not None:
+            return Route(near, None, held_least=demand.prompt_len - demand.near)
         decode = choose_decode(demand, _willing(decodes, "decode", fleet), decodes)
         if decode is None:
             return None
@@ -167,21 +182,39 @@ def _peer(worker: Worker) -> str:
 
 
 def choose_prefill(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
-    """The P whose queue is shortest among those with credit for the whole prompt. known: all there are, where some of
-    them cannot be asked now."""
+    """The P whose queue is shortest among those with credit for the whole prompt, with what it would compute of it: so
+    that a beginning that it has outweighs one prompt ahead at most, however many ask for it. known: all there are,
+    where some of them cannot be asked now."""
     able = _able(demand, willing, known)
-    return min(able, key=lambda w: (_work_ahead(w), -w.free_pages, w.peer), default=None)
+    return min(able, key=lambda w: (_work_ahead(w) + demand.share_of(w), -w.free_pages, w.peer), default=None)
 
 
 def choose_decode(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
-    """The D with most free pages among those with room for the prompt and its choices' first steps."""
-    return max(_able(demand, willing, known), key=lambda w: (w.free_pages, w.peer), default=None)
+    """The D with most of the prompt, then with most free pages, among those with room for it and its choices' first
+    steps. One that has less than half as many free pages as another gets nothing for what it holds."""
+    able = _able(demand, willing, known)
+    most = max((w.free_pages for w in able), default=0)
+
+    def rank(worker: Worker) -> tuple[int, int, str]:
+        held = demand.held.get(worker.peer, 0) if 2 * worker.free_pages >= most else 0
+        return held, worker.free_pages, worker.peer
+
+    return max(able, key=rank, default=None)
+
+
+def choose_near(demand: Demand, willing: Sequence[Worker]) -> Worker | None:
+    """A D that has nearly all of the prompt, and room now; the one with most of it."""
+    if demand.path != "auto" or demand.strict:
+        return None
+    near = [w for w in willing if demand.is_near(w) and has_room(w, demand) and w.peer not in demand.avoid]
+    return max(near, key=lambda w: (demand.held[w.peer], w.free_pages, w.peer), default=None)
 
 
 def choose_local(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
-    """The D with fewest prompts to compute, then the one with most free pages, among those with room."""
+    """The D with fewest prompts to compute, its share of this one counted, then the one with most free pages, among
+    those with room."""
     able = _able(demand, willing, known)
-    return min(able, key=lambda w: (_prompts_ahead(w), -w.free_pages, w.peer), default=None)
+    return min(able, key=lambda w: (_prompts_ahead(w) + demand.share_of(w), -w.free_pages, w.peer), default=None)
 
 
 def pages_wanted(worker: Worker, demand: Demand) -> int:

@@ -68,7 +68,12 @@ class GatewayService(Service):
         text = await asyncio.to_thread(TextModel.load, self._model.directory)
         await listen(self.bus, "gateway", self.peer, subjects.TOKENS, Tokens, self.inbox.on_tokens, self.counters)
         await listen(self.bus, "gateway", self.peer, subjects.FAIL, Fail, self.inbox.on_fail, self.counters)
-        limits = GatewayFlowSettings(max_recoveries=settings.max_recoveries, migrate_on_drain=settings.migrate_on_drain)
+        limits = GatewayFlowSettings(
+            max_recoveries=settings.max_recoveries,
+            migrate_on_drain=settings.migrate_on_drain,
+            block_tokens=settings.block_tokens,
+            near_tokens=settings.near_tokens,
+        )
         flow = GatewayFlow(self.deps(), self.workers, self.inbox, self.rooms, limits)
         await flow.start()
         journal = Journal(self.bus, self.clock, settings.orphan_grace_s, settings.request_timeout_s)

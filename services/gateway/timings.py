@@ -24,6 +24,8 @@ class Stopwatch:
         self._largest_gap_s = 0.0
         self._num_tokens = 0
         self._ticket: TicketTimings | None = None
+        self.cached_tokens = 0
+        """Of the first ticket: what comes after a loss is not the client's saving."""
 
     def routed(self) -> None:
         self._routed_at = self._clock.now()
@@ -35,6 +37,8 @@ class Stopwatch:
             self._reserve_s = self._clock.now() - self._routed_at
 
     def ticket(self, timings: TicketTimings) -> None:
+        if self._ticket is None:
+            self.cached_tokens = timings.cached_tokens
         self._ticket = timings
 
     @property
@@ -69,6 +73,8 @@ class Stopwatch:
             "commit_s": ticket.commit_s,
             "load_s": ticket.load_s,
             "loaded_tokens": ticket.loaded_tokens,
+            "held_tokens": ticket.held_tokens,
+            "cached_tokens": self.cached_tokens,
             "first_token_s": first,
             "second_token_s": second,
             "handoff_gap_s": None if first is None or second is None else second - first,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.prefill import flow
+from services.prefill.loading import PromptLoading
 from services.prefill.ticket import PrefillTicket
 from services.prefill.wire_choice import WireChoice
 from shared.engine.api import Engine, StepOutput
@@ -49,7 +50,9 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         self._arrived: dict[int, asyncio.Event] = {}
         self._num_held = 0
         wire = WireChoice(engine.layout, link, deps.counters)
-        self._flow = flow.PrefillFlow(deps, engine, link, wire, settings or flow.PrefillFlowSettings(), observe, stores)
+        loading = None if stores is None else PromptLoading(deps, link, stores, wire)
+        chosen = settings or flow.PrefillFlowSettings()
+        self._flow = flow.PrefillFlow(deps, engine, link, wire, chosen, observe, stores, loading)
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {

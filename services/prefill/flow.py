@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from services.prefill.loading import PromptLoading
 from services.prefill.storing import checkpoint_of
 from services.prefill.ticket import PrefillTicket
 from services.prefill.wire_choice import WireChoice
@@ -79,6 +80,7 @@ class PrefillFlow:
     settings: PrefillFlowSettings = PrefillFlowSettings()
     observe: Callable[[PrefillTimings], None] = lambda timings: None
     stores: Stores | None = None
+    loading: PromptLoading | None = None
 
 
 async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
@@ -93,10 +95,11 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                 destination = await _await_destination(p, ticket)
                 asked_at = p.deps.clock.now()
                 wire_format = p.wire.choose(ticket.order, destination.link)
-                first, computed_at = await _compute_and_send(p, ticket, destination, wire_format)
+                cached_len = await _bring_back(p, ticket)
+                first, computed_at = await _compute_and_send(p, ticket, destination, wire_format, cached_len)
                 begun_at = p.engine.begun_at(ticket.key) or asked_at
                 if begun_at >= asked_at:  # else it was computed ahead, who knows how fast
-                    p.wire.computed(len(ticket.order.prompt), computed_at - begun_at)
+                    p.wire.computed(len(ticket.order.prompt) - cached_len, computed_at - begun_at)
                 begun_at = max(asked_at, begun_at)
                 timings = PrefillTimings(
                     queue_s=begun_at - ticket.granted_at,
@@ -105,6 +108,7 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                     moved_s=ticket.moving.total_s,
                     backend=p.link.actual_backend(ticket.key),
                     backend_asked=p.link.address.asked,
+                    cached_tokens=cached_len,
                 )
                 p.observe(timings)
                 record = await _commit_record(p, ticket, first, timings)
@@ -175,8 +179,18 @@ async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStat
     return reply.status
 
 
+async def _bring_back(p: PrefillFlow, ticket: PrefillTicket) -> int:
+    """So many leading positions need not be computed: P's pages have them, or the stores bring them."""
+    held = p.engine.held(ticket.key)
+    if p.loading is None or p.settings.optimistic_attempts:  # what is computed ahead may have no pages now
+        return held.num_tokens
+    cached_len = await p.loading.load(ticket, held)
+    ticket.scope.check()
+    return cached_len
+
+
 async def _compute_and_send(
-    p: PrefillFlow, ticket: PrefillTicket, destination: Destination, wire_format: str
+    p: PrefillFlow, ticket: PrefillTicket, destination: Destination, wire_format: str, cached_len: int
 ) -> tuple[tuple[FirstToken, ...], float]:
     """Prefills in chunks; the pages of a chunk, or of some of its layers, travel while the engine goes on computing and
     the first tokens go to the client. What was computed ahead comes as one chunk. Returns the handoff tokens and when
@@ -186,7 +200,7 @@ async def _compute_and_send(
     cut = choose_cut(p.settings.overlap, p.settings.layers_per_send, len(order.prompt))
     checkpoint = None if p.stores is None else checkpoint_of(p.deps, p.stores, ticket)
     try:
-        computing = p.engine.prefill(ticket.key, cut, destination.held_len)
+        computing = p.engine.prefill(ticket.key, cut, destination.held_len, cached_len)
         async with asyncio.TaskGroup() as sends, aclosing(computing) as chunks:
             async for chunk in chunks:
                 if checkpoint is not None and not chunk.partial:

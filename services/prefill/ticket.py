@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shared.engine.sharing import Sharing
 from shared.machines import prefill as machine
 from shared.protocol.messages import Destination, Prefill
 from shared.runtime.clock import Clock
@@ -40,3 +41,4 @@ class PrefillTicket(LiveTicket[Prefill, machine.PrefillTicket]):
         super().__init__(order, state, machine.step, clock, counters)
         self.destination: asyncio.Future[Destination] = asyncio.get_running_loop().create_future()
         self.moving = UnderWay()
+        self.sharing = Sharing(order.salt)

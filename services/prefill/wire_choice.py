@@ -13,11 +13,11 @@ _NEWEST = 0.3
 
 
 class WireChoice:
-    """Knows this worker's pace, and counts what was asked for and what ran."""
+    """Knows this worker's pace, tokens_per_s, and counts what was asked for and what ran."""
 
     def __init__(self, layout: PoolLayout, link: Link, counters: Counters) -> None:
         self._layout, self._link, self._counters = layout, link, counters
-        self._tokens_per_s: float | None = None
+        self.tokens_per_s: float | None = None
 
     def choose(self, order: Prefill, peer: LinkAddress) -> str:
         """A format that the request accepts and both sides have. Under `auto` an exact one until both the link and our
@@ -28,7 +28,7 @@ class WireChoice:
             agreed = agree(precision, ours, peer.formats)
             self._counters.add("wire_format_fallbacks", int(agreed.instead))
             return agreed.name
-        rate, pace = self._link.rate(peer), self._tokens_per_s
+        rate, pace = self._link.rate(peer), self.tokens_per_s
         if rate is None or pace is None:
             return agree("lossless", ours, peer.formats).name
         num_tokens = len(order.prompt)
@@ -38,8 +38,8 @@ class WireChoice:
     def computed(self, num_tokens: int, spent_s: float) -> None:
         """A prompt is computed."""
         if spent_s > 0:
-            pace, known = num_tokens / spent_s, self._tokens_per_s
-            self._tokens_per_s = pace if known is None else known + _NEWEST * (pace - known)
+            pace, known = num_tokens / spent_s, self.tokens_per_s
+            self.tokens_per_s = pace if known is None else known + _NEWEST * (pace - known)
 
     def ran(self, on_wire: tuple[OnWire, ...]) -> None:
         if on_wire:

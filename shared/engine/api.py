@@ -11,10 +11,12 @@ from math import inf
 from typing import Protocol
 
 from shared.engine.lending import Loan
+from shared.engine.sharing import Held, Sharing
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec, TokenLogprob
 from shared.protocol.reports import Geometry
 from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.layout import PoolLayout
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import Piece, TicketKey
 
 
@@ -95,11 +97,13 @@ class StepOutput:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start; they only rise. preemptions: groups that gave way, their state kept in host memory
-    (stashed) or dropped (recomputed). tokens_dropped: positions that have to be computed again because of it."""
+    """Counters since the start; they only rise. prompt_tokens_held: positions that the pool had. preemptions: groups
+    that gave way, their state kept in host memory (stashed) or dropped (recomputed). tokens_dropped: positions that
+    have to be computed again because of it."""
 
     steps: int = 0
     prompt_tokens_computed: int = 0
+    prompt_tokens_held: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
     preemptions_stashed: int = 0
@@ -138,12 +142,15 @@ class Engine(Protocol):
         deadline: float = inf,
         priority: int = 0,
         past: Past = NEW,
+        sharing: Sharing | None = None,
     ) -> None:
         """Takes everything the prompt needs, and with `decodes` also the n choices' first steps and slots, or raises
         PoolExhausted having taken nothing. InvalidRequest where it could never fit, or where the past is not that of
         such a request. deadline: by the engine's clock; with the priority it says whose prompt has its turn first
         (`turns.py`), and it ends nothing. past: with `decodes` only. All is counted from the prompt on as if the
-        choices had been here from the start.
+        choices had been here from the start. sharing: with whom its state is shared; of what the pool has of the
+        prompt's beginning the group gets the very pages (`held`), and what it adds is found by later ones. None: with
+        nobody.
 
         P may say yes on the strength of prompts that were computed ahead: they give way, and `prefill` begins once
         their pages are free."""
@@ -157,29 +164,36 @@ class Engine(Protocol):
         these leave time. When it is complete the group is parked with its pages. It gives way, at any time, to whoever
         needs them; then it begins again while pages are free, `attempts` times in all, or when `prefill` is called."""
 
-    def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
+    def prefill(
+        self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0, ready_len: int = 0
+    ) -> AsyncGenerator[ChunkDone, None]:
         """P: computes the prompt chunk by chunk and yields what may leave by `cut`, after each chunk, after some of its
         layers, or all at the end; computing goes on meanwhile. Ends after the last chunk; raises EngineError. Ending
         the iteration early stops the computation between layers. held_len: units that have rows of these first
-        positions only do not leave.
+        positions only do not leave. ready_len: so many positions, not all, have their state in the group's units
+        already, as exact as if it were computed here.
 
         What has its state already, because it was computed ahead, comes as the first chunk, once it has pages (again).
         From now on it gives way to nobody."""
 
-    def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
+    def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...], came_by: str = EXACT) -> None:
         """D, prebuilt: the trunk's state is in the pool and `first` are the handoff tokens (index 0; they are not
         computed again and not delivered). Runs no forward; the choices decode from the next step on. Of a choice that
-        has a past the handoff token means nothing."""
+        has a past the handoff token means nothing. came_by: the lossiest format of what was not held."""
 
-    def start_local(self, key: TicketKey, held_len: int = 0) -> None:
+    def start_local(self, key: TicketKey, held_len: int = 0, came_by: str = EXACT) -> None:
         """D computes the prompt itself, then decodes; tokens from index 0 on, or from the end of the choice's past on,
         are delivered to the listener. held_len: so many positions of the trunk, not all, have their state in its units
-        already."""
+        already, beyond what was held from the start by the way `came_by`."""
 
     def lend(self, key: TicketKey, start: int, end: int) -> Loan | None:
         """The pages of positions [start, end), which is in whole pages: of the trunk, or of a choice that has got so
         far. They hold still until the loan is closed, whatever becomes of the group. None where nobody has them now
         (the group gave way, or is gone)."""
+
+    def held(self, key: TicketKey) -> Held:
+        """What of the trunk the pool had when the group got its pages: whole blocks, and never all of it. On P a group
+        may get them after `reserve`, but has them before its first chunk."""
 
     def begun_at(self, key: TicketKey) -> float | None:
         """When the prompt had its turn: the clock's time as the first step with a part of it was dispatched; None

@@ -5,7 +5,9 @@ copies that branching needs are noted on the group and carried out by the step t
 from collections.abc import Callable
 
 from shared.engine.batch import CopyPage, CopySlot, Load
+from shared.engine.prefixes import Prefixes
 from shared.engine.sequence import Choice, Group, Phase
+from shared.engine.sharing import NOTHING
 from shared.engine.stash import Place
 from shared.runtime.errors import InvalidRequest, PoolExhausted
 from shared.state.layout import PoolLayout
@@ -15,8 +17,16 @@ from shared.state.pages import PageAllocator
 class Capacity:
     """Pages and slots of one pool. Everything is held under the group's key, so that retiring gives all of it back."""
 
-    def __init__(self, layout: PoolLayout, growth_tokens: int, clear_slot: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        growth_tokens: int,
+        clear_slot: Callable[[int], None],
+        identity: str = "",
+        block_tokens: int | None = None,
+    ) -> None:
         self.pages = PageAllocator(layout.num_pages)
+        self.prefixes = Prefixes(self.pages, layout, identity, block_tokens)
         self.slots = PageAllocator(layout.num_slots)
         self._page_tokens = layout.page_tokens
         self._growth_tokens = growth_tokens
@@ -92,6 +102,7 @@ class Capacity:
             if rank > 0 and trunk_len % self._page_tokens:
                 group.copies.append(CopyPage(trunk[full], choice.pages[full]))
             choice.computed = trunk_len
+            choice.naming = None if group.naming is None else group.naming.fork()
         self.pages.give_back(group.spare_pages, key)
         self.slots.give_back(group.spare_slots, key)
         group.trunk_pages, group.trunk_slot, group.spare_pages, group.spare_slots = [], None, [], []
@@ -175,7 +186,12 @@ class Capacity:
     def _take(self, group: Group, num_pages: int, num_slots: int) -> None:
         if num_slots > self.slots.free:
             raise PoolExhausted(f"{num_slots} slots wanted, {self.slots.free} of {self.slots.total} are free")
-        pages = self.pages.take(num_pages, group.key)
+        if num_pages > self.pages.free:
+            raise PoolExhausted(f"{num_pages} pages wanted, {self.pages.free} of {self.pages.total} are free")
+        held, group.held = ([], NOTHING) if group.saved is not None else self.prefixes.find(group)
+        self.pages.adopt(held, group.key)
+        pages = held + self.pages.take(num_pages - len(held), group.key)
+        group.computed = group.held.num_tokens
         slots = self.slots.take(num_slots, group.key)
         num_trunk = self.num_pages(group.trunk_len)
         group.trunk_pages, group.spare_pages = pages[:num_trunk], pages[num_trunk:]

@@ -23,6 +23,7 @@ from shared.engine.sampler import sample
 from shared.engine.scheduler import Scheduler
 from shared.engine.sequence import Group
 from shared.engine.settings import EngineSettings
+from shared.engine.sharing import NOTHING, Held, Sharing
 from shared.engine.stash import Stash
 from shared.engine.streams import ChunkStreams
 from shared.engine.watch import StepUnwanted, StepWatch
@@ -33,6 +34,7 @@ from shared.runtime.errors import BatonError, Cancelled, EngineError
 from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.components import IndexKind
 from shared.state.pages import PageAllocator
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import TicketKey
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,8 @@ class BatchEngine:
         self._listener = listener
         self._clock = clock or LoopClock()
         self._runner = Runner(model, pool, sample_rows)
-        self._capacity = Capacity(pool.layout, settings.growth_tokens, pool.clear_slot)
+        blocks = self.identity, settings.block_tokens
+        self._capacity = Capacity(pool.layout, settings.growth_tokens, pool.clear_slot, *blocks)
         self._stash = Stash(pool.layout, settings.stash_bytes)
         self._scheduler = Scheduler(pool.layout, settings, self._capacity, self._stash, model.eos_token_ids, self.stats)
         self._streams = ChunkStreams()
@@ -96,11 +99,12 @@ class BatchEngine:
         deadline: float = inf,
         priority: int = 0,
         past: Past = NEW,
+        sharing: Sharing | None = None,
     ) -> None:
         if key in self._scheduler.groups:
             raise ValueError(f"{key} is reserved already")
         group = self._intake.group(key, prompt, sampling, past, decodes=decodes)
-        group.deadline, group.priority = deadline, priority
+        group.deadline, group.priority, group.sharing = deadline, priority, sharing
         self._scheduler.reserve(group)
         self._wake.set()  # others may have to give way
 
@@ -116,13 +120,15 @@ class BatchEngine:
         self._scheduler.compute_ahead(self._group(key), attempts)
         self._wake.set()
 
-    async def prefill(self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0) -> AsyncGenerator[ChunkDone, None]:
+    async def prefill(
+        self, key: TicketKey, cut: Cut = BY_CHUNKS, held_len: int = 0, ready_len: int = 0
+    ) -> AsyncGenerator[ChunkDone, None]:
         group = self._group(key)
         self._check_open()
         parts = 1 + (self.layout.model_layers if cut.layers else 0)  # others in its steps may have them told one by one
         with self._streams.opened(key, (self._settings.prefill_lead + 1) * parts) as queue:
             try:
-                self._tell(self._scheduler.start_prompt(group, cut, held_len))
+                self._tell(self._scheduler.start_prompt(group, cut, held_len, ready_len))
                 last = False
                 while not last:
                     self._wake.set()
@@ -136,24 +142,33 @@ class BatchEngine:
                 self._scheduler.stop(group)
                 self._note_ends()
 
-    def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...]) -> None:
+    def start_prefilled(self, key: TicketKey, first: tuple[FirstToken, ...], came_by: str = EXACT) -> None:
         group = self._group(key)
         if [token.choice for token in first] != list(range(len(group.choices))):
             raise ValueError(f"{key}: one handoff token for each of {len(group.choices)} choices is needed, in order")
         if not all(0 <= token.token < self._intake.vocab_size for token in first):
             raise EngineError(f"token ids must be 0 to {self._intake.vocab_size - 1}")
         self._check_open()
-        self._scheduler.start_prefilled(group, first)
+        self._scheduler.start_prefilled(group, first, came_by)
         self._wake.set()
 
-    def start_local(self, key: TicketKey, held_len: int = 0) -> None:
+    def start_local(self, key: TicketKey, held_len: int = 0, came_by: str = EXACT) -> None:
         self._check_open()
-        self._scheduler.start_local(self._group(key), held_len)
+        self._scheduler.start_local(self._group(key), held_len, came_by)
         self._wake.set()
 
     def lend(self, key: TicketKey, start: int, end: int) -> Loan | None:
         group = self._scheduler.groups.get(key)
         return None if group is None or group.loading else self._lending.lend(group, start, end)
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Of the blocks by which it finds state again; None: it does not."""
+        return self._settings.block_tokens if self._capacity.prefixes.are_kept else None
+
+    def held(self, key: TicketKey) -> Held:
+        group = self._scheduler.groups.get(key)
+        return NOTHING if group is None else group.held
 
     def begun_at(self, key: TicketKey) -> float | None:
         group = self._scheduler.groups.get(key)

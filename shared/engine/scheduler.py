@@ -20,6 +20,7 @@ from shared.protocol.messages import FirstToken
 from shared.runtime.errors import EngineError, PoolExhausted
 from shared.runtime.overlap import BY_CHUNKS, Cut
 from shared.state.layout import PoolLayout
+from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import TicketKey
 
 
@@ -52,6 +53,7 @@ class Scheduler:
         none for new ones."""
         self._capacity.check(group)
         if not group.decodes:
+            self._capacity.prefixes.begin(group)
             self.room.admit(group)
         elif any(other.phase is Phase.PREEMPTED for other in self._active.values()):
             raise PoolExhausted("preempted requests wait for room")
@@ -59,15 +61,18 @@ class Scheduler:
             self._capacity.admit(group)
         self.groups[group.key] = group
 
-    def start_prompt(self, group: Group, cut: Cut = BY_CHUNKS, held_len: int = 0) -> StepEffects:
-        """Somebody waits for the prompt, and has `held_len` positions of it. What has its state already is told at
-        once, if it is in the pool."""
+    def start_prompt(self, group: Group, cut: Cut = BY_CHUNKS, held_len: int = 0, ready_len: int = 0) -> StepEffects:
+        """Somebody waits for the prompt, and has `held_len` positions of it; `ready_len` were brought here by a link.
+        What has its state already is told at once, if it is in the pool."""
         effects = StepEffects()
         if group.asked or (group.phase is not Phase.RESERVED and group.decodes):
             raise ValueError(f"{group.key} was started before")
         group.asked, group.optimistic, group.cut, group.told = True, False, cut, held_len
         group.claims = group.phase is Phase.PREEMPTED
         self._activate(group, Phase.PROMPT)
+        if ready_len > group.computed:
+            self._arrived(group, ready_len, ())
+            group.computed = ready_len
         if not group.loading:
             self._tell_so_far(group, effects)
         return effects
@@ -77,9 +82,10 @@ class Scheduler:
         group.optimistic, group.attempts = True, attempts
         self._activate(group, Phase.PROMPT)
 
-    def start_prefilled(self, group: Group, first: tuple[FirstToken, ...]) -> None:
-        """The trunk's state is there. Choices whose first token ended them never decode; those that had one before go
-        on after their last."""
+    def start_prefilled(self, group: Group, first: tuple[FirstToken, ...], came_by: str = EXACT) -> None:
+        """The trunk's state is there, what the pool had not held by that way. Choices whose first token ended them
+        never decode; those that had one before go on after their last."""
+        self._capacity.prefixes.begin(group, came_by)
         self._activate(group, Phase.DECODING)
         for token in first:
             choice = group.choices[token.choice]
@@ -87,17 +93,22 @@ class Scheduler:
                 choice.outputs.append(token.token)
                 choice.done = choice.done or token.finish is not None
         assert group.trunk_slot is not None
-        group.copies.append(Arrival(tuple(group.trunk_pages), (group.trunk_slot,)))
+        self._arrived(group, group.trunk_len, (group.trunk_slot,))
+        self._stats.prompt_tokens_held += group.held.num_tokens
         self._begin_decoding(group)
 
-    def start_local(self, group: Group, held_len: int) -> None:
-        """The trunk is computed here, from position `held_len` on: what comes before has its state in the pages."""
+    def start_local(self, group: Group, held_len: int = 0, came_by: str = EXACT) -> None:
+        """The trunk is computed here, from position `held_len` on: what comes before has its state in the pages, where
+        the pool had not held it by that way."""
         if not 0 <= held_len < group.trunk_len:
             raise ValueError(f"{group.key}: {held_len} of {group.trunk_len} positions are there")
-        self.start_prompt(group)
-        if held_len:
-            group.computed = held_len
-            group.copies.append(Arrival(tuple(group.trunk_pages[: self._capacity.num_pages(held_len)]), ()))
+        self._capacity.prefixes.begin(group, came_by)
+        self.start_prompt(group, ready_len=held_len)
+
+    def _arrived(self, group: Group, end: int, slots: tuple[int, ...]) -> None:
+        """A link has brought the trunk's state up to there, from where the pool had held it on."""
+        first, after = (self._capacity.num_pages(num_tokens) for num_tokens in (group.held.num_tokens, end))
+        group.copies.append(Arrival(tuple(group.trunk_pages[first:after]), slots))
 
     def finish_choice(self, group: Group, index: int) -> None:
         group.choices[index].done = True
@@ -199,7 +210,10 @@ class Scheduler:
 
     def _apply_prompt(self, group: Group, row: Row, sampled: tuple[Sampled, ...], effects: StepEffects) -> None:
         group.computed = row.end
+        self._capacity.prefixes.note_trunk(group)
         self._stats.prompt_tokens_computed += len(row.tokens)
+        if row.start == group.held.num_tokens:
+            self._stats.prompt_tokens_held += row.start
         complete = row.end == group.trunk_len
         if not group.decodes:
             if row.samples:
@@ -231,6 +245,7 @@ class Scheduler:
         self, group: Group, choice: Choice, row: Row, sampled: tuple[Sampled, ...], effects: StepEffects
     ) -> None:
         choice.computed = row.end
+        self._capacity.prefixes.note_choice(group, choice)
         for token in sampled:
             self._take_token(group, choice, token, effects)
         if not group.live:

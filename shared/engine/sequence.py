@@ -13,6 +13,7 @@ from enum import Enum
 from math import inf
 
 from shared.engine.batch import Arrival, CopyPage, CopySlot
+from shared.engine.sharing import NOTHING, Held, Naming, Sharing
 from shared.engine.stash import Saved
 from shared.protocol.messages import FinishReason, FirstToken, SamplingSpec
 from shared.runtime.overlap import BY_CHUNKS, Cut
@@ -43,6 +44,7 @@ class Choice:
     slot: int | None = None
     computed: int = 0
     done: bool = False
+    naming: Naming | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +57,9 @@ class Group:
     chunks computed that the consumer has not taken. saved: its state in host memory, while it is preempted. gave_way:
     it was preempted and has not come back. loading: the step under way brings its state back. passed: tokens that
     groups behind it computed while this one had some to compute. begun_at: when the first step with a part of the
-    prompt was dispatched.
+    prompt was dispatched. sharing: with
+    whom it shares state; None: with nobody. held: what of the trunk was in the pool when it got its pages. naming: of
+    the trunk's blocks.
 
     On P: asked: somebody takes its chunks. optimistic: it is computed though nobody does yet; attempts: how often
     that may still be begun. claims: others must give way to it. first: the handoff tokens, once they are drawn. cut:
@@ -87,6 +91,9 @@ class Group:
     begun_at: float | None = None
     in_step: bool = False
     retiring: bool = False
+    sharing: Sharing | None = None
+    held: Held = NOTHING
+    naming: Naming | None = None
     asked: bool = False
     optimistic: bool = False
     attempts: int = 0

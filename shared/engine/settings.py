@@ -29,7 +29,8 @@ class EngineSettings:
     max_step_tokens: where not chunked, several prompts share a step up to this many. growth_tokens: positions a
     reservation takes beyond the prompt, for each choice. prefill_lead: chunks computed ahead of what the consumer has
     taken. max_model_len: a limit below the model's own. stash_bytes: host memory for the state of those that gave way;
-    what finds no room there is computed again.
+    what finds no room there is computed again. block_tokens: of the blocks by which the state of earlier requests is
+    found again while it lies in the pool; None: it is not.
     """
 
     page_tokens: int = 16
@@ -42,6 +43,7 @@ class EngineSettings:
     prefill_lead: int = 2
     max_model_len: int | None = None
     stash_bytes: int = 0
+    block_tokens: int | None = None
     mode: Mode = "separated"
     step_tokens: int = 256
 

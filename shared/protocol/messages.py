@@ -102,6 +102,9 @@ class Reserve(TicketMessage):
     """How long D goes on where the gateway is gone: another one may take the request up."""
     load: bool = False
     """D has the stores' blocks loaded before it computes what is missing. Only where there is no P."""
+    held_least: Index = 0
+    """Where D's pages have fewer positions than that the ticket fails (`prefix_gone`): to compute so much here was not
+    meant. Only where there is no P."""
     load_least: Index = 0
     """Where the stores bring fewer positions than that the ticket fails (`store_failed`): to compute so much here was
     not meant."""
@@ -212,6 +215,8 @@ class PrefillTimings(WireModel):
     backend: str | None = None
     backend_asked: str | None = None
     """The setting `transfer` of P's sidecar."""
+    cached_tokens: Index = 0
+    """Positions that P did not compute: its pages had them, or the stores brought them."""
 
     @property
     def overlap(self) -> float | None:
@@ -275,6 +280,10 @@ class TicketTimings(WireModel):
     """What D waited for the stores."""
     loaded_tokens: Index = 0
     """Positions whose state they brought; D computed what comes after these."""
+    held_tokens: Index = 0
+    """Positions whose state D's pages had: nobody sent them."""
+    cached_tokens: Index = 0
+    """Positions that nobody computed for this ticket."""
 
 
 class Tokens(WireModel):

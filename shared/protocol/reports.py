@@ -67,6 +67,8 @@ class WorkerReport(WireModel):
     slots: Pages | None = None
     queues: dict[str, int] = Field(default_factory=dict)
     tickets: dict[str, int] = Field(default_factory=dict)
+    block_tokens: int | None = None
+    """Of a worker: it finds the state of earlier prompts again in whole blocks of so many tokens. None: it does not."""
     stashed_bytes: int = 0
     """Host memory that holds the state of requests that gave their pages up, now."""
     counters: dict[str, float] = Field(default_factory=dict)

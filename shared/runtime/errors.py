@@ -5,6 +5,7 @@ BatonError
   CapacityError        no room now: TicketDenied, PoolExhausted, QueueFull, NoWorker, ShuttingDown
   TransferError        bytes: PeerLost, Corrupt, TransferTimeout, TransferRefused
   StoreError           the external store: StoreFull, StoreUnavailable
+  PrefixGone           a worker's pool: less of a prompt than was thought
   EngineError          compute failed
   StreamError          streams cannot be resumed: NotResumable, JournalUnavailable
   RequestError         the request itself: InvalidRequest, ModelNotFound, StreamNotFound, StreamMoved, Cancelled,
@@ -158,6 +159,13 @@ class StoreUnavailable(StoreError):
     """The store, or the device or server beneath it, does not answer or fails."""
 
     code = "store_unavailable"
+
+
+class PrefixGone(BatonError):
+    """A decode worker has less of a prompt's state than the gateway thought."""
+
+    code = "prefix_gone"
+    retryable = True
 
 
 class EngineError(BatonError):

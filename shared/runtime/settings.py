@@ -176,8 +176,9 @@ class WorkerSettings(LinkSettings):
     store: bool = Field(True, description="put state into the kvstores there are, and take it from them")
     store_copies: Annotated[int, Field(ge=1, le=8)] = Field(1, description="kvstores that keep each block")
     block_tokens: Positive = Field(
-        64, description="tokens in a block of a kvstore, whole pages; workers of one cluster need the same"
+        64, description="tokens in a block, the unit of reuse; whole pages; all processes of one cluster need the same"
     )
+    prefix_cache: bool = Field(True, description="find the state of earlier prompts again while it lies in the pool")
 
     @field_validator("kv_bytes")
     @classmethod
@@ -264,6 +265,10 @@ class GatewaySettings(CommonSettings):
     )
     orphan_grace_s: Seconds = Field(
         30.0, description="how long a resumable stream goes on, or can still be read, when nobody reads it"
+    )
+    block_tokens: Positive = Field(64, description="tokens in a block, the unit of reuse; as the workers'")
+    near_tokens: int = Field(
+        64, ge=0, description="path auto: a decode worker that lacks no more tokens of a prompt computes them itself"
     )
     api_keys: SecretStr = Field(SecretStr(""), description="who may ask: tenant:KEY,tenant:KEY. Default: everybody")
     api_keys_file: Path | None = Field(None, description="a file of such keys, one a line; changes are taken up")

@@ -106,10 +106,11 @@ class StoreClient:
             tasks = [group.create_task(self._put_all(name, stores[name], run, pages, tenant, pin_s)) for name in names]
         return tuple(task.result() for task in tasks)
 
-    async def lookup(self, run: BlockRun, pin_s: float = 0.0) -> Found | None:
-        """The leading blocks of the run at the store that has most of them; None where none has any. To be released."""
+    async def lookup(self, run: BlockRun, pin_s: float = 0.0, answer_s: float | None = None) -> Found | None:
+        """The leading blocks of the run at the store that has most of them; None where none has any. To be released.
+        answer_s: as in the settings."""
         best: Found | None = None
-        stores, deadline = self._stores(), self._deps.clock.now() + self._settings.answer_s
+        stores, deadline = self._stores(), self._deps.clock.now() + (answer_s or self._settings.answer_s)
         for name in asked(run.root, stores, self._settings.copies) if run.keys else ():
             found = await self._lookup_at(name, stores[name], run, pin_s, deadline)
             if found is not None and (best is None or found.num_blocks > best.num_blocks):

@@ -15,6 +15,7 @@ Whoever changes any of this gives it another version: what has been stored is th
 import hashlib
 import struct
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,12 @@ class Chain:
         self._tail = data[whole:]
         self.num_tokens += len(encoded) // _TOKEN_BYTES
         return tuple(self._keys[before:])
+
+    def fork(self) -> "Chain":
+        """One that goes on by itself from here."""
+        other = copy(self)
+        other._keys = list(self._keys)
+        return other
 
     def snapshot_key(self) -> BlockKey:
         """Of request-indexed state after exactly these tokens."""

@@ -116,6 +116,7 @@ class WorkerDesk(ABC, Generic[T]):
                 deadline=ticket.deadline,
                 priority=order.priority,
                 past=ticket.past,
+                sharing=ticket.sharing,
             )
         except PoolExhausted:
             self.claims.leave(order.request_id, need, since, now, order.priority)

@@ -77,6 +77,7 @@ class WorkerService(Service):
             growth_tokens=settings.growth_tokens,
             max_model_len=settings.max_model_len,
             stash_bytes=int(settings.stash_bytes),
+            block_tokens=settings.block_tokens if settings.prefix_cache else None,
         )
         loaded = model
         place_it = lambda: place(loaded, engine_settings, settings.device, graphs=settings.cuda_graphs)  # noqa: E731
@@ -164,6 +165,7 @@ class WorkerService(Service):
         counters = {
             "steps": float(stats.steps),
             "prompt_tokens_computed": float(stats.prompt_tokens_computed),
+            "prompt_tokens_held": float(stats.prompt_tokens_held),
             "tokens_generated": float(stats.tokens_generated),
             "preemptions": float(stats.preemptions),
             "preemptions_stashed": float(stats.preemptions_stashed),
@@ -182,6 +184,7 @@ class WorkerService(Service):
                 "max_model_len": self.engine.max_model_len,
                 "pages": _pages(self.engine.pages(), self.engine.left()[0]),
                 "slots": _pages(self.engine.slots(), self.engine.left()[1]),
+                "block_tokens": self.engine.block_tokens,
                 "stashed_bytes": self.engine.stashed_bytes,
                 "queues": self.engine.queues() | {"tickets": in_tickets},
                 "tickets": self.desk.tickets.states(),

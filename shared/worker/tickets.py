@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 from shared.engine.api import NEW, Past
+from shared.engine.sharing import Sharing
 from shared.machines.stepping import Cause, Ended, Event, Outcome, Step
 from shared.protocol.messages import Prefill, Reserve, TicketMessage
 from shared.runtime.clock import Clock
@@ -43,7 +44,7 @@ class Orphaned:
 
 class LiveTicket(Generic[O, S]):
     """Belongs to the desk's table from the verdict until its pages are free. past: what its choices have given out
-    before, where they go on from there.
+    before, where they go on from there. sharing: with whom it shares its state.
 
     Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
     """
@@ -62,6 +63,7 @@ class LiveTicket(Generic[O, S]):
         self.need = Need(0, 0)
         self.past: Past = NEW
         self.orphaned = Orphaned()
+        self.sharing = Sharing()
         self._step = step
         self._counters = counters
 

@@ -67,7 +67,12 @@ def test_counters_say_who_computed_what(cluster: RealCluster) -> None:
     for _ in range(3):
         answer = cluster.complete(prompt=PROMPT, max_tokens=5, ignore_eos=True, baton={"timings": True})
         assert answer.path == "remote"
-        assert answer.body["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+        assert answer.body["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": 5,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         timings = answer.body["baton"]["timings"]
         assert (timings["backend_asked"], timings["backend"], timings["attempts"]) == ("auto", "shm", 1)
         assert timings["bytes"] == {"kv": 30 * 5 * 2 * 3 * 64 * 4}, "layers, tokens, K and V, heads, width, float32"

@@ -82,6 +82,7 @@ def usage(seen: Seen) -> int:
         "prompt_tokens": prompt_len,
         "completion_tokens": completion,
         "total_tokens": prompt_len + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert completion == sum(len(tokens) for tokens in seen.tokens)
     return completion

@@ -179,6 +179,7 @@ def check_usage(order: Order, seen: Seen) -> None:
         "prompt_tokens": prompt_len,
         "completion_tokens": completion,
         "total_tokens": prompt_len + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }, order.number
 
 

@@ -2,6 +2,9 @@
 
 There are so many kinds of request, drawn once and for all; a seed picks from them, so that an answer is computed once a
 process.
+
+Kinds with a *common* beginning are answered by a model that keeps all of its state by position: what one of them has
+computed is of use to the others.
 """
 
 import asyncio
@@ -45,17 +48,21 @@ class Kind:
         return prompt // page_tokens + n * (-(-(prompt % page_tokens + tokens) // page_tokens) + 1)
 
 
-@lru_cache(maxsize=NUM_KINDS)
-def kind(number: int) -> Kind:
+@lru_cache(maxsize=2 * NUM_KINDS)
+def kind(number: int, common: bool = False) -> Kind:
     """Must not be called inside a running loop."""
     rng = random.Random(number)
     prompt = tuple(rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.choice(_LENGTHS)))
     sampling = _sampling(rng, prompt)
-    answer = _compute(prompt, sampling)
+    if common:
+        theirs = random.Random(number % 3)
+        prompt = (*(theirs.randrange(VOCAB_SIZE - 1) for _ in range(rng.choice((0, 16, 19, 24)))), *prompt)[:36]
+    model = Toy(by_position=common)
+    answer = _compute(model, prompt, sampling)
     if rng.random() < 0.2:  # a stop token that does come
         stop = rng.choice(answer[0].tokens)
         sampling = sampling.model_copy(update={"stop_token_ids": (stop,)})
-        answer = _compute(prompt, sampling)
+        answer = _compute(model, prompt, sampling)
     return Kind(prompt, sampling, answer)
 
 
@@ -78,8 +85,8 @@ def _sampling(rng: random.Random, prompt: tuple[int, ...]) -> SamplingSpec:
     return SamplingSpec(**spec)
 
 
-def _compute(prompt: tuple[int, ...], sampling: SamplingSpec) -> tuple[Right, ...]:
-    tokens = run_virtual(_alone(prompt, sampling))
+def _compute(model: Toy, prompt: tuple[int, ...], sampling: SamplingSpec) -> tuple[Right, ...]:
+    tokens = run_virtual(_alone(model, prompt, sampling))
     choices = [[out for out in tokens if out.choice == c] for c in range(sampling.n)]
     return tuple(
         Right(tuple(o.token for o in outs), tuple(o.logprob for o in outs), FinishReason(str(outs[-1].finish)))
@@ -87,7 +94,7 @@ def _compute(prompt: tuple[int, ...], sampling: SamplingSpec) -> tuple[Right, ..
     )
 
 
-async def _alone(prompt: tuple[int, ...], sampling: SamplingSpec) -> list[TokenOut]:
+async def _alone(model: Toy, prompt: tuple[int, ...], sampling: SamplingSpec) -> list[TokenOut]:
     tokens: list[TokenOut] = []
     done = asyncio.Event()
 
@@ -99,7 +106,7 @@ async def _alone(prompt: tuple[int, ...], sampling: SamplingSpec) -> list[TokenO
             done.set()
 
     settings = EngineSettings(page_tokens=4, num_pages=256, max_running=8, prefill_chunk=8, max_step_tokens=64)
-    model, key = Toy(), TicketKey(1, 1)
+    key = TicketKey(1, 1)
     pool = StatePool(plan_layout(model, settings))
     engine = BatchEngine(model, pool, settings, InlineExecutor(), listen)
     running = asyncio.get_running_loop().create_task(engine.run())

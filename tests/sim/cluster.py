@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, PathPolicy
 from services.prefill.flow import PrefillFlowSettings
 from shared.bus.memory import Envelope, MemoryHub
@@ -17,6 +18,8 @@ from shared.runtime.mode import Mode
 from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeNetwork
 from tests.sim.processes import Gateway, Process, Worker
+
+BLOCK_TOKENS = 8
 
 
 @dataclass
@@ -32,7 +35,8 @@ class Answer:
 
 class Cluster:
     """Use as `async with Cluster(...)`: boots everything, and ends it. step_s: how long a step takes. on_built: called
-    for each process when its parts are there, before it hears or does anything."""
+    for each process when its parts are there, before it hears or does anything. reuse: the workers find the state of
+    earlier prompts again, in blocks of BLOCK_TOKENS, by a model that keeps all of it by position."""
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Cluster:
         overlap: Overlap = "chunks",
         mode: Mode = "separated",
         step_tokens: int = 32,
+        reuse: bool = False,
         policy: Callable[[Envelope], Iterable[float]] | None = None,
         on_built: Callable[[Process], None] = lambda process: None,
     ) -> None:
@@ -69,7 +74,10 @@ class Cluster:
             stash_bytes=stash_bytes,
             mode=mode,
             step_tokens=step_tokens,
+            block_tokens=BLOCK_TOKENS if reuse else None,
         )
+        self.reuse = reuse
+        self.gateway_flow = GatewayFlowSettings(block_tokens=BLOCK_TOKENS, near_tokens=BLOCK_TOKENS)
         self._prefill_shape = replace(
             self._shape, num_pages=prefill_pages or num_pages, page_tokens=prefill_page_tokens or page_tokens
         )

@@ -51,7 +51,8 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """prefill_pages: in D's pages, however large P's own are. noise: chance of each message to be dropped, duplicated
+    """prefill_pages: in D's pages, however large P's own are. reuse: workers find state of earlier prompts again, and
+    prompts are such that they do. noise: chance of each message to be dropped, duplicated
     …; links: chance of each transfer to be slow, lost …"""
 
     seed: int
@@ -71,6 +72,7 @@ class Plan:
     triggers: tuple[Trigger, ...]
     overlap: Overlap
     prefill_page_tokens: int
+    reuse: bool = False
     mode: Mode = "separated"
 
     @property
@@ -109,6 +111,7 @@ def _draw(seed: int) -> Plan:
         num_pages = 18
     gateways = 1 if rng.random() < 0.8 else 2
     prefill_pages = 12 if is_tight else num_pages
+    reuse = seed // 36 % 2 == 1
     noise = {name: rng.choice((0.0, 0.02, 0.05)) for name in ("drop", "duplicate", "delay", "reorder", "stale")}
     links = {name: rng.choice((0.0, 0.0, 0.05, 0.1)) for name in ("slow", "lost", "error", "corrupt")}
     if aimed_at & _YIELDS:  # who computed ahead gives way only where its destination is late and others are waiting
@@ -126,23 +129,27 @@ def _draw(seed: int) -> Plan:
         stash_bytes=rng.choice((0, 4096, 65536)),
         optimistic_attempts=rng.choice((1, 2)) if aimed_at & _AHEAD else rng.choice((0, 0, 2)),
         step_s=rng.choice((0.004, 0.01, 0.02)),
-        visits=tuple(_visits(rng, gateways, num_pages, prefill_pages, max_running)),
+        visits=tuple(_visits(rng, gateways, num_pages, prefill_pages, max_running, reuse)),
         noise=noise,
         links={name: 0.0 for name in links} if quiet else links,
         triggers=tuple(triggers),
         overlap=("chunks", "layers", "auto")[seed // 3 % 3],
         prefill_page_tokens=(PAGE_TOKENS, PAGE_TOKENS // 2, PAGE_TOKENS, 2 * PAGE_TOKENS)[seed // 9 % 4],
+        reuse=reuse,
     )
 
 
-def _visits(rng: random.Random, gateways: int, num_pages: int, prefill_pages: int, max_running: int) -> list[Visit]:
+def _visits(
+    rng: random.Random, gateways: int, num_pages: int, prefill_pages: int, max_running: int, reuse: bool
+) -> list[Visit]:
+    draw_kind = lambda: kind(rng.randrange(24), common=True) if reuse else kind(rng.randrange(NUM_KINDS))  # noqa: E731
     visits = []
     at_s = 0.0
     for number in range(NUM_REQUESTS):
         at_s += rng.choice((0.0, 0.0, 0.0, 0.01, 0.02, 0.3, 0.6))
-        wanted = kind(rng.randrange(NUM_KINDS))
+        wanted = draw_kind()
         if prefill_pages < num_pages:  # where room is scarce, two long answers are needed for one to give way
-            wanted = max(wanted, kind(rng.randrange(NUM_KINDS)), key=lambda k: len(k.answer[0].tokens))
+            wanted = max(wanted, draw_kind(), key=lambda k: len(k.answer[0].tokens))
         path = rng.choice(("auto", "auto", "auto", "remote", "local"))
         can_fit = -(-len(wanted.prompt) // PAGE_TOKENS) <= prefill_pages
         can_fit &= wanted.pages(PAGE_TOKENS) <= num_pages and wanted.sampling.n <= max_running

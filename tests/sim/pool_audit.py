@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
-from shared.engine.batch import Arrival, CopyPage, StepPlan
+from shared.engine.batch import Arrival, CopyPage, Row, StepPlan
 from shared.engine.effects import StepEffects
 from shared.state.components import IndexKind
 from shared.state.pages import PageAllocator
@@ -34,6 +34,10 @@ class _Audited(PageAllocator):
         self._changed()
         super().share(units, owner)
 
+    def adopt(self, units: Sequence[int], owner: Hashable) -> None:
+        self._changed()
+        super().adopt(units, owner)
+
     def give_back(self, units: Iterable[int], owner: Hashable) -> None:
         self._changed()
         given = list(units)
@@ -42,7 +46,8 @@ class _Audited(PageAllocator):
 
 
 class PoolAudit:
-    """Invariants: free + held is the pool; a unit has one owner; what a step under way computes in, what an open door
+    """Invariants: free + held is the pool; a unit has one owner, but for those that have a name, into which nobody
+    writes; what a step under way computes in, what an open door
     lets others write and what a transfer reads is held by its ticket, and none of it comes free."""
 
     def __init__(self, worker: Worker, observer: Observer) -> None:
@@ -50,21 +55,25 @@ class PoolAudit:
         self._observer = observer
         self._fail = observer.fail
         self._in_step: list[tuple[bool, int, Hashable]] = []
+        self._written: set[int] = set()
         self._paged = [c.index is IndexKind.PAGE for c in worker.pool.layout.components]
         capacity: Any = worker.engine._capacity
-        self.pages = capacity.pages = _Audited(capacity.pages.total, self._changed, lambda u: self._freed(True, u))
+        self.pages = capacity.pages = capacity.prefixes._pages = _Audited(
+            capacity.pages.total, self._changed, lambda u: self._freed(True, u)
+        )
         self.slots = capacity.slots = _Audited(capacity.slots.total, self._changed, lambda u: self._freed(False, u))
         engine: Any = worker.engine
         compute = engine._step
 
         async def watched_step(plan: StepPlan) -> StepEffects:
             self._in_step = list(_units_of(plan))
+            self._written = {page for row in plan.rows for page in _written_by(row, worker.pool.layout.page_tokens)}
             observer.event(f"{worker.name} step of {plan.num_tokens}")
             self.check()
             try:
                 effects: StepEffects = await self._computed(compute, plan)
             finally:
-                self._in_step = []
+                self._in_step, self._written = [], set()
             return effects
 
         engine._step = watched_step
@@ -76,7 +85,7 @@ class PoolAudit:
 
         def over(call: Callable[..., StepEffects]) -> Callable[..., StepEffects]:
             def wrapped(*args: Any) -> StepEffects:
-                self._in_step = []
+                self._in_step, self._written = [], set()
                 return call(*args)
 
             return wrapped
@@ -94,6 +103,9 @@ class PoolAudit:
             return
         for name, units in (("page", self.pages), ("slot", self.slots)):
             self._check_books(name, units)
+        for unit in self._written:
+            if unit in self.pages._names:
+                self._fail("what others may have is not written to", f"{self.worker.name}: page {unit}")
         for paged, unit, owner in self._in_step:
             self._check_held(paged, unit, owner, "a step computes in it")
         for touch in self.worker.link.touched():
@@ -106,10 +118,10 @@ class PoolAudit:
         for mine in units._owners.values():
             references.update(mine)
             owners.update(mine.keys())
-        free, held = sorted(units._free), sorted(references)
+        free, held = sorted((*units._free, *units._idle)), sorted(references)
         if sorted(free + held) != list(range(units.total)):
             self._fail("pages are conserved", f"{self.worker.name}: {name}s free {free}, held {held}")
-        if any(count > 1 for count in owners.values()):
+        if any(count > 1 and unit not in units._names for unit, count in owners.items()):
             self._fail("no page is owned twice", f"{self.worker.name}: {name}s {owners}")
 
     def _check_held(self, paged: bool, unit: int, owner: Hashable, why: str) -> None:
@@ -130,6 +142,10 @@ class PoolAudit:
 
     def _changed(self) -> None:
         self._observer.pool_changed(self)
+
+
+def _written_by(row: Row, page_tokens: int) -> tuple[int, ...]:
+    return row.pages[row.start // page_tokens : -(-row.end // page_tokens)]
 
 
 def _units_of(plan: StepPlan) -> Iterable[tuple[bool, int, Hashable]]:

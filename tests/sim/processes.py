@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from services.decode.desk import DecodeDesk
 from services.gateway.admission import RoomQueue
 from services.gateway.flow import GatewayFlow
-from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.inbox import Inbox
 from services.gateway.router import DefaultPolicy
 from services.gateway.workers import WorkerRegistry
@@ -120,7 +119,7 @@ class Worker(Process):
 
     async def start(self) -> None:
         settings = self.cluster.engine_settings(self.role)
-        model = Toy()
+        model = Toy(by_position=self.cluster.reuse)
         self.pool = StatePool(plan_layout(model, settings))
         executor = InlineExecutor(self.cluster.step_s)
         self.engine = BatchEngine(model, self.pool, settings, executor, self._on_step, self.clock)
@@ -169,6 +168,7 @@ class Worker(Process):
             "slots": Pages(total=slots[0], free=slots[1], quarantined=slots[2], yieldable=max(0, left[1] - slots[1])),
             "queues": self.engine.queues(),
             "tickets": self.desk.tickets.states(),
+            "block_tokens": self.engine.block_tokens,
             "settings": {"growth_tokens": settings.growth_tokens},
         }
         return super().report().model_copy(update=parts)
@@ -185,7 +185,7 @@ class Gateway(Process):
         self.registry = WorkerRegistry(self.clock, self.counters, WORKER_TIMEOUT_S)
         self.inbox = Inbox(self.counters)
         self.rooms = RoomQueue(self.registry, DefaultPolicy(), self.clock, max_queued=64, queue_timeout_s=30.0)
-        self.flow = GatewayFlow(self.deps, self.registry, self.inbox, self.rooms, GatewayFlowSettings())
+        self.flow = GatewayFlow(self.deps, self.registry, self.inbox, self.rooms, self.cluster.gateway_flow)
         self.cluster.on_built(self)
         await listen(self.bus, "gateway", self.peer, subjects.TOKENS, Tokens, self.inbox.on_tokens, self.counters)
         await listen(self.bus, "gateway", self.peer, subjects.FAIL, Fail, self.inbox.on_fail, self.counters)

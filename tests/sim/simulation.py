@@ -137,6 +137,7 @@ class Simulation:
             overlap=plan.overlap,
             step_s=plan.step_s,
             mode=plan.mode,
+            reuse=plan.reuse,
             step_tokens=max(plan.max_running, plan.prefill_chunk),
             on_built=self.watch.on_built,
         )
@@ -213,6 +214,7 @@ class Simulation:
     def _count_work(self) -> None:
         for worker in self._cluster.workers:
             self.result.work["steps"] += worker.engine.stats.steps
+            self.result.work["positions held"] += worker.engine.stats.prompt_tokens_held
             self.result.work["preemptions"] += worker.engine.stats.preemptions
         for gateway in self._cluster.gateways:
             for counter in ("attempts_retried", "recoveries", "recoveries_resumed", "recoveries_given_up"):

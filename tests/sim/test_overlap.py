@@ -7,6 +7,7 @@ import pytest
 
 from services.decode import flow as decode_flow
 from services.decode.ticket import DecodeTicket
+from shared.engine.sharing import Held
 from shared.runtime.errors import Corrupt, GeometryMismatch
 from shared.runtime.overlap import Overlap
 from shared.transfer.fake import FakeLink, Mishap
@@ -122,11 +123,7 @@ def test_what_decode_has_already_is_not_sent(
         prompt = prompt_of(29)
         async with Cluster(prefill_page_tokens=prefill, page_tokens=decode, overlap=overlap) as cluster:
             p, d = cluster.prefills[0], cluster.decodes[0]
-            init, take_over = DecodeTicket.__init__, decode_flow._take_over
-
-            def holding(ticket: DecodeTicket, *args: Any) -> None:
-                init(ticket, *args)
-                ticket.held_len = held
+            take_over = decode_flow._take_over
 
             def with_prefix(flow: Any, ticket: DecodeTicket, record: Any) -> None:
                 ours, theirs = d.engine.unit_tables(ticket.key)[0], p.engine.unit_tables(ticket.key)[0]
@@ -135,7 +132,7 @@ def test_what_decode_has_already_is_not_sent(
                     d.pool.tensors[0][:, ours[k // decode], :, k % decode] = row
                 take_over(flow, ticket, record)
 
-            monkeypatch.setattr(DecodeTicket, "__init__", holding)
+            monkeypatch.setattr(d.engine, "held", lambda key: Held(held))
             monkeypatch.setattr(decode_flow, "_take_over", with_prefix)
             sent: list[Piece] = []
 
@@ -161,13 +158,7 @@ def test_what_decode_has_already_is_not_sent(
 def test_a_prefix_that_cannot_be_left_out_is_refused(held: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with Cluster() as cluster:
-            init = DecodeTicket.__init__
-
-            def holding(ticket: DecodeTicket, *args: Any) -> None:
-                init(ticket, *args)
-                ticket.held_len = held
-
-            monkeypatch.setattr(DecodeTicket, "__init__", holding)
+            monkeypatch.setattr(cluster.decodes[0].engine, "held", lambda key: Held(held))
             answer = await cluster.ask(prompt_of(29), path="remote", strict=True, timeout_s=10, **SAMPLING)
             assert isinstance(answer.error, GeometryMismatch)
             assert message in str(answer.error)

@@ -209,6 +209,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self._generations)},
         }
         if not self._plan.tell_baton:
             return Ending(usage, None)

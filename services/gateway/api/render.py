@@ -20,7 +20,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 class Ending:
     """What is known when all choices have ended. baton: the client asked to be told."""
 
-    usage: Mapping[str, int]
+    usage: Mapping[str, object]
     baton: Mapping[str, object] | None
 
 

@@ -109,6 +109,7 @@ class Ledger:
             identity=now.identity,
             path=now.path,
             stored=now.history.stored,
+            cached_tokens=now.cached_tokens,
             ticket=now.ticket if timings is None else None,
             timings=None if timings is None else json.dumps(timings),
         )
@@ -122,6 +123,6 @@ class Ledger:
         for number, timings in draft.timings.items():
             tape.prompts[number].timings = timings
         for prompt, now in zip(tape.prompts, self.progress, strict=True):
-            prompt.path = now.path
+            prompt.path, prompt.cached_tokens = now.path, now.cached_tokens
         tape.failure = tape.failure or draft.failure
         tape.grown.set()

@@ -81,6 +81,10 @@ class TapeGeneration:
     def path(self) -> str:
         return self._reader.tape.prompts[self._number].path
 
+    @property
+    def cached_tokens(self) -> int:
+        return self._reader.tape.prompts[self._number].cached_tokens or 0
+
     def timings(self) -> dict[str, object]:
         return self._reader.tape.prompts[self._number].timings or {}
 

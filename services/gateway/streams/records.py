@@ -102,7 +102,7 @@ def tape_of(state: StreamState, parts: Iterable[StreamPart], n: int) -> Tape:
             _extend(tape.prompts[number // n], number % n, tokens)
     for prompt, progress in zip(tape.prompts, state.progress, strict=True):
         prompt.path, prompt.identity = progress.path, progress.identity
-        prompt.stored, prompt.ticket = progress.stored, progress.ticket
+        prompt.stored, prompt.ticket, prompt.cached_tokens = progress.stored, progress.ticket, progress.cached_tokens
         prompt.timings = None if progress.timings is None else json.loads(progress.timings)
     if state.failure is not None:
         tape.failure = error_from_code(state.failure.code, state.failure.message)

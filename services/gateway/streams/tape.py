@@ -24,6 +24,7 @@ class PromptTape:
     identity: str | None = None
     stored: int = 0
     ticket: StreamTicket | None = None
+    cached_tokens: int | None = None
     timings: dict[str, object] | None = None
 
     @classmethod
@@ -42,7 +43,7 @@ class PromptTape:
         """From which a generation goes on behind it."""
         tokens = [[event.token for event in events] for events in self.events]
         history = History(tokens, [self.is_over(choice) for choice in range(len(tokens))], self.stored)
-        return Past(history, self.identity, self.path, self.ticket)
+        return Past(history, self.identity, self.path, self.ticket, self.cached_tokens)
 
 
 @dataclass(slots=True)

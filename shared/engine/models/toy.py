@@ -29,20 +29,27 @@ Array = np.ndarray
 
 
 class Toy:
-    """`salt` makes another model of it, with its own identity."""
+    """`salt` makes another model of it, with its own identity; so does `by_position`: it keeps all of its state by
+    position, as models without windows and recurrent state do."""
 
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS_TOKEN})
 
-    def __init__(self, max_model_len: int = 4096, salt: int = 0) -> None:
+    def __init__(self, max_model_len: int = 4096, salt: int = 0, *, by_position: bool = False) -> None:
         self.max_model_len = max_model_len
-        self.identity = hashlib.sha256(f"toy-1-{salt}".encode()).hexdigest()
+        self.identity = hashlib.sha256(f"toy-1-{salt}{'-by-position' * by_position}".encode()).hexdigest()
         self._salt = salt
+        self._by_position = by_position
 
     def components(self, page_tokens: int) -> tuple[StateComponent, ...]:
         layers = tuple(range(_LAYERS))
+        history = StateComponent(
+            "history", IndexKind.PAGE, page_tokens, (2,), (_CHANNELS,), "float32", layers, shard_axis=0
+        )
+        if self._by_position:
+            return (history,)
         return (
-            StateComponent("history", IndexKind.PAGE, page_tokens, (2,), (_CHANNELS,), "float32", layers, shard_axis=0),
+            history,
             StateComponent("memory", IndexKind.REQUEST, 1, (), (_CHANNELS,), "int32", layers),
             StateComponent("window", IndexKind.RING, _RING, (), (_CHANNELS,), "float32", layers),
         )
@@ -50,7 +57,7 @@ class Toy:
     def forward(
         self, batch: Batch, state: tuple[torch.Tensor, ...], layer_done: LayerDone | None = None
     ) -> torch.Tensor:
-        history, memory, window = (tensor.numpy() for tensor in state)
+        history, *others = (tensor.numpy() for tensor in state)
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
         tables, slots = batch.block_tables.numpy(), batch.slots.numpy()
         hidden = (tokens * 7 + positions * 13 + 29 + self._salt) % _PRIME
@@ -61,8 +68,10 @@ class Toy:
                 for rows, where in groups:
                     x, at, slot = hidden[where], positions[where], slots[rows]
                     seen = _history(x, at, history[layer], tables[rows])
-                    seen += 5 * _memory(x, at, memory[layer], slot)
-                    seen += 17 * _window(x, at, window[layer], slot)
+                    if others:
+                        memory, window = others
+                        seen += 5 * _memory(x, at, memory[layer], slot)
+                        seen += 17 * _window(x, at, window[layer], slot)
                     hidden[where] = (seen + x * (layer + 2)) % _PRIME
                 if layer_done is not None:
                     layer_done(layer)

@@ -61,6 +61,7 @@ class ScriptedGeneration:
         self.closed = asyncio.Event()
         self.num_delivered = 0
         self.path = "pending"
+        self.cached_tokens = 0
         self.close_delay = 0.0
         self._steps = steps
 
@@ -78,6 +79,7 @@ class ScriptedGeneration:
                 if live:
                     self.path = "local" if self.request.path == "local" else "remote"
                     self.num_delivered += 1
+                    self.cached_tokens = 2
                     yield live
 
     def timings(self) -> dict[str, object]:

@@ -30,6 +30,7 @@ async def test_whole_answer(gateway: Any) -> None:
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len("Hello, world") + 1)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
     assert gateway.generation.closed.is_set()
 
 

@@ -30,7 +30,7 @@ def test_the_sooner_way_is_taken(trunk_len: int, stored: int, from_store: bool) 
 def test_rates_are_learned_from_what_tickets_say() -> None:
     rates = Rates()
     for _ in range(40):
-        rates.note(TicketTimings(prefill_s=1.0, loaded_tokens=1024, load_s=2.02), 1024 + 500)
+        rates.note(TicketTimings(prefill_s=1.0, loaded_tokens=1024, cached_tokens=1024, load_s=2.02), 1024 + 500)
     assert rates.compute_s == pytest.approx(1 / 500, rel=0.01)
     assert rates.load_s == pytest.approx(2 / 1024, rel=0.01)
     estimate = rates.estimate(2048, 1024)
@@ -38,7 +38,7 @@ def test_rates_are_learned_from_what_tickets_say() -> None:
     assert estimate.prefill_s == pytest.approx(4.096, rel=0.01)
     assert estimate.from_store
     for _ in range(40):  # the stores have become slow
-        rates.note(TicketTimings(loaded_tokens=1024, load_s=5.02), 1024)
+        rates.note(TicketTimings(loaded_tokens=1024, cached_tokens=1024, load_s=5.02), 1024)
     assert not rates.estimate(2048, 1024).from_store
 
 
@@ -147,7 +147,9 @@ async def test_moves_are_recoveries_that_do_not_count_against_the_limit() -> Non
     recoveries = Recoveries(LoopClock(), Counters(), 0.0, most=1)
     for _ in range(3):
         recoveries.begin(PeerLost("about to end"), planned=True)
-        recoveries.resumed("store", TicketTimings(loaded_tokens=64, bytes=(("kv", 100), ("index", 5))), 80)
+        recoveries.resumed(
+            "store", TicketTimings(loaded_tokens=64, cached_tokens=64, bytes=(("kv", 100), ("index", 5))), 80
+        )
     assert not recoveries.exhausted
     assert recoveries.as_list()[0] | {"resumed_s": 0} == {
         "cause": "peer_lost",

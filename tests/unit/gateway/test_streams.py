@@ -69,8 +69,12 @@ class Talk:
     def stop_choice(self, choice: int) -> None:
         self.stopped.add(choice)
 
+    @property
+    def cached_tokens(self) -> int:
+        return 2
+
     def progress(self) -> Past:
-        return Past(History.empty(self.request.sampling.n), "identity", self.path)
+        return Past(History.empty(self.request.sampling.n), "identity", self.path, cached_tokens=2)
 
     def leave(self) -> None:
         self.left = True
@@ -220,6 +224,7 @@ async def test_every_event_says_how_far_the_client_is(pair: Pair, path: str) -> 
     assert ids[-1] == ids[-2] == str(num_tokens)
     assert [int(one or "") for one in ids] == sorted(int(one or "") for one in ids)
     assert events[-2].data["usage"]["completion_tokens"] == num_tokens
+    assert events[-2].data["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert text_of(events) == SPEECH
 
 

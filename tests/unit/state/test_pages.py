@@ -52,8 +52,34 @@ def test_a_free_unit_cannot_be_shared() -> None:
     assert pages.held_by("b") == 0
 
 
+def test_a_named_unit_is_found_until_it_is_taken_as_a_fresh_one() -> None:
+    pages = PageAllocator(3)
+    pages.take(2, "a")
+    pages.name(0, "x")
+    pages.name(1, "y")
+    pages.give_back_all("a")
+    assert (pages.free, pages.num_named) == (3, 2)
+    assert pages.find("x") == 0
+    pages.adopt([0], "b")
+    assert (pages.free, pages.held_by("b")) == (2, 1)
+    assert pages.take(2, "c") == [2, 1], "one without a name first"
+    assert (pages.find("x"), pages.find("y")) == (0, None)
+
+
+def test_only_held_units_get_a_name_and_only_named_ones_are_adopted() -> None:
+    pages = PageAllocator(3)
+    with pytest.raises(ValueError, match="unit 0 is not held"):
+        pages.name(0, "x")
+    pages.take(2, "a")
+    pages.name(0, "x")
+    with pytest.raises(ValueError, match="unit 1 has no name"):
+        pages.adopt([0, 1], "b")
+    assert pages.held_by("b") == 0
+
+
 class AllocatorRules(RuleBasedStateMachine):
-    """Takes, shares and gives back in any order, against a plain count of references."""
+    """Takes, shares, names, adopts and gives back in any order, against a plain count of references and a list of
+    free units that have a name, in the order in which they go."""
 
     references = Bundle("references")
 
@@ -61,6 +87,8 @@ class AllocatorRules(RuleBasedStateMachine):
         super().__init__()
         self.pages = PageAllocator(8)
         self.model: Counter[tuple[str, int]] = Counter()
+        self.names: dict[int, str] = {}
+        self.idle: list[int] = []
 
     @rule(target=references, count=st.integers(0, 5), owner=st.sampled_from("abc"))
     def take(self, count: int, owner: str) -> object:
@@ -71,7 +99,10 @@ class AllocatorRules(RuleBasedStateMachine):
             return multiple()
         units = self.pages.take(count, owner)
         assert held.isdisjoint(units)
-        assert units == sorted(set(range(8)) - held)[:count]
+        assert units == [*sorted(set(range(8)) - held - set(self.idle)), *self.idle][:count]
+        self.idle = [unit for unit in self.idle if unit not in units]
+        for unit in units:
+            self.names.pop(unit, None)
         self.model.update((owner, unit) for unit in units)
         return multiple(*((owner, unit) for unit in units))
 
@@ -86,6 +117,34 @@ class AllocatorRules(RuleBasedStateMachine):
         self.model[owner, unit] += 1
         return owner, unit
 
+    @rule(reference=references, name=st.sampled_from("xyz"))
+    def name(self, reference: tuple[str, int], name: str) -> None:
+        unit = reference[1]
+        if not any(n for (_, other), n in self.model.items() if other == unit):
+            with pytest.raises(ValueError, match="not held"):
+                self.pages.name(unit, name)
+            return
+        self.pages.name(unit, name)
+        if unit not in self.names and name not in self.names.values():
+            self.names[unit] = name
+
+    @rule(target=references, name=st.sampled_from("xyz"), owner=st.sampled_from("abc"))
+    def adopt(self, name: str, owner: str) -> object:
+        unit = self.pages.find(name)
+        assert unit == next((unit for unit, found in self.names.items() if found == name), None)
+        if unit is None:
+            return multiple()
+        self.pages.adopt([unit], owner)
+        self.model[owner, unit] += 1
+        if unit in self.idle:
+            self.idle.remove(unit)
+        return owner, unit
+
+    def _note_idle(self, units: list[int]) -> None:
+        """Those without a reference, the one whose turn comes first at the front."""
+        gone = [unit for unit in units if not any(n for (_, other), n in self.model.items() if other == unit)]
+        self.idle += [unit for unit in gone if unit in self.names]
+
     @rule(reference=consumes(references))
     def give_back(self, reference: tuple[str, int]) -> None:
         owner, unit = reference
@@ -95,12 +154,20 @@ class AllocatorRules(RuleBasedStateMachine):
             return
         self.pages.give_back([unit], owner)
         self.model[reference] -= 1
+        self._note_idle([unit])
 
     @rule(owner=st.sampled_from("abc"))
     def give_back_all(self, owner: str) -> None:
+        before = set(self.idle)
         self.pages.give_back_all(owner)
+        mine = [key for key, n in self.model.items() if key[0] == owner and n]
         for key in [key for key in self.model if key[0] == owner]:
             del self.model[key]
+        self._note_idle([unit for _, unit in mine])
+        # Which of them goes first is the allocator's to say; that they go behind those that were idle before is not.
+        assert set(self.idle) >= before
+        self.idle = list(self.pages._idle)
+        assert self.idle[: len(before)] == [unit for unit in self.idle if unit in before]
 
     @invariant()
     def counts_agree(self) -> None:
