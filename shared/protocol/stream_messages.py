@@ -99,7 +99,8 @@ class StreamTicket(WireModel):
 
 class StreamProgress(WireModel):
     """Of one prompt. identity: of the model that answers; no other may go on. stored: positions whose state the stores
-    can bring back. cached_tokens: of the prompt, once it has begun. timings: the JSON of `baton.timings`, once all of its choices have ended."""
+    can bring back. cached_tokens: of the prompt, once it has begun. timings: the JSON of `baton.timings`, once all of
+    its choices have ended."""
 
     identity: str | None = None
     path: str = "pending"
