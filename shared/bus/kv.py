@@ -64,8 +64,8 @@ class KeyValue(Protocol):
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """The new revision; KvConflict unless the entry is there and at `revision`."""
 
-    async def delete(self, key: str) -> None:
-        """Idempotent."""
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """Idempotent; with a revision KvConflict where the entry is at another one."""
 
 
 def check_bucket(bucket: Bucket) -> None:

@@ -56,8 +56,11 @@ class MemoryKeyValue:
             raise KvConflict(f"{key} is not at revision {revision}")
         return self._store.write(key, value)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> None:
         await self._reach(key)
+        found = self._store.find(key)
+        if revision is not None and found is not None and found.revision != revision:
+            raise KvConflict(f"{key} is not at revision {revision}")
         self._store.entries.pop(key, None)
 
     async def _reach(self, key: str, value: bytes = b"") -> None:

@@ -20,6 +20,8 @@ from shared.bus.nats_connection import map_nats_errors
 _TIMEOUT_S = 2.0
 _IN_USE = 10058
 """Of the server: a stream of that name is there with other settings."""
+_WRONG_LAST = (10071, 10164)
+"""The entry is at another revision."""
 _FULL = (10077, 10047, 10023, 10028)
 """The stream is full, or what the server lends to all streams is."""
 
@@ -76,10 +78,15 @@ class NatsKeyValue:
         with _mapped(f"update {key}"), _cancellable():
             return await self._inner().update(key, value, last=revision)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, revision: int | None = None) -> None:
         check_entry(key)
         with _mapped(f"delete {key}"), _cancellable():
-            await self._inner().purge(key)
+            try:
+                await self._inner().delete(key, last=revision)
+            except js_errors.BadRequestError as error:
+                if error.err_code not in _WRONG_LAST:
+                    raise
+                raise KvConflict(f"{key} is not at revision {revision}") from error
 
     def _inner(self) -> NatsPyKeyValue:
         """Needs no word with the server: the names are JetStream's convention."""

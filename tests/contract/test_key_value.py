@@ -60,6 +60,15 @@ class KeyValueContract:
         with pytest.raises(KvConflict):
             await kv.update("a", b"2", revision)
 
+    async def test_what_is_at_another_revision_is_not_deleted(self, kv: KeyValue) -> None:
+        first = await kv.create("a", b"1")
+        second = await kv.update("a", b"2", first)
+        with pytest.raises(KvConflict):
+            await kv.delete("a", first)
+        assert await kv.get("a") is not None
+        await kv.delete("a", second)
+        assert await kv.get("a") is None
+
     async def test_what_was_deleted_may_come_again(self, kv: KeyValue) -> None:
         await kv.delete("a")
         await kv.create("a", b"1")

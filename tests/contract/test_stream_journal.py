@@ -133,7 +133,9 @@ class JournalContract:
 
     async def test_what_was_removed_is_not_there(self, journal: Journal, other: Journal, stream: str) -> None:
         ledger = await self.begin(journal, stream)
-        await journal.remove(stream, ledger.parts, state=True)
+        await journal.remove(stream, ledger.parts, "another")
+        assert await other.read(stream) is not None
+        await journal.remove(stream, ledger.parts, "one")
         assert await other.read(stream) is None
         with pytest.raises(StreamNotFound):
             await other.request(stream)
@@ -220,8 +222,8 @@ class Lossy:
     async def update(self, key: str, value: bytes, revision: int) -> int:
         return self._lose("update", await self._inner.update(key, value, revision))
 
-    async def delete(self, key: str) -> None:
-        await self._inner.delete(key)
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        await self._inner.delete(key, revision)
 
     def _lose(self, method: str, revision: int) -> int:
         if method == self._bus.method and self._bus.left:
@@ -282,7 +284,7 @@ class TestNats(JournalContract):
                 await self.begin(journal, stream)
             with pytest.raises(NotResumable):
                 await journal.read(stream)
-            await journal.remove(stream, (), state=True)
+            await journal.remove(stream, (), "one")
             await bus.close()
 
 

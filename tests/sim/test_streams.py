@@ -269,6 +269,49 @@ def test_nobody_comes_back() -> None:
     run_with(scenario, num_pages=1024)
 
 
+def test_who_has_lost_a_stream_does_not_remove_it_when_its_own_grace_is_over() -> None:
+    """Its bus was away, so it does not know yet that its stream is another's."""
+
+    async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
+        client = Client()
+        long = MANY | {"max_tokens": 900}
+        await client.read(await one.open(plan_for(**long), KEY, 0), leave_at=5)
+        cluster.gateways[0].bus.cut()
+        await client.come_back(two, leave_at=20)
+        live = next(iter(one._live.values()))
+        await live.end(StreamMoved())  # stands still
+        await asyncio.sleep(GRACE_S / 2)
+        cluster.gateways[0].bus.mend()
+        await client.come_back(two, leave_at=400)
+        await until(lambda: cluster.gateways[0].counters["streams_expired"] == 1, 2 * GRACE_S)
+        await client.come_back(two)
+        assert client.error is None
+        assert client.tokens == await oracle(PROMPT, **long)
+        await cluster.settle(within_s=2 * GRACE_S)
+
+    run_with(scenario, num_pages=1024, step_s=0.02)
+
+
+def test_what_is_still_being_read_is_kept() -> None:
+    async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
+        found = await one.open(plan_for(**MANY), KEY, 0)
+        reader = found.attach((0,))  # and reads slowly
+        await until(lambda: found.tape.ended, 10.0)
+        await asyncio.sleep(3 * GRACE_S)
+        reader.close()
+        late = Client()
+        late.id = found.id
+        await asyncio.sleep(GRACE_S * 0.9)
+        await late.come_back(two)
+        assert late.tokens == await oracle(PROMPT, **MANY)
+        await asyncio.sleep(2 * GRACE_S)
+        with pytest.raises(StreamNotFound):
+            await late.come_back(one)
+        await cluster.settle()
+
+    run_with(scenario)
+
+
 def test_its_gateway_dies_and_nobody_comes_back() -> None:
     async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
         client = Client()

@@ -192,20 +192,21 @@ class Streams:
         while True:
             await self._deps.clock.sleep(min(_LONGEST_SWEEP_S, self._grace_s / _SWEEPS))
             now = self._deps.clock.now()
-            for live in [live for live in self._live.values() if live.detached_at is not None]:
+            for live in list(self._live.values()):
+                if live.detached_at is None or self._live.get(live.id) is not live:
+                    continue  # read again, or given away meanwhile
                 if live.tape.ended:
                     self._forget(live)
-                elif live.detached_at is not None and now - live.detached_at >= self._grace_s:
+                elif now - live.detached_at >= self._grace_s:
                     await self._expire(live)
             due = [removal for removal in self._removals if removal[0] <= now]
             self._removals = self._removals[len(due) :]
             for _, stream, parts in due:
-                await self._journal.remove(stream, parts, state=False)
+                await self._journal.remove(stream, parts, None)
 
     def _forget(self, live: LiveStream) -> None:
         """It has ended, and is read out of the journal until that forgets it too."""
-        if self._live.get(live.id) is live:
-            del self._live[live.id]
+        del self._live[live.id]
         if not live.lost:
             until = self._deps.clock.now() + self._grace_s * (1 + 1 / TOUCHES)
             self._removals.append((until, live.id, live.ledger.parts))
@@ -216,7 +217,7 @@ class Streams:
         self._deps.counters.add("streams_expired")
         await live.end(StreamNotFound())
         if not live.lost:
-            await self._journal.remove(live.id, live.ledger.parts, state=True)
+            await self._journal.remove(live.id, live.ledger.parts, self._deps.peer)
 
 
 def _as_found(live: LiveStream) -> Found:

@@ -157,12 +157,16 @@ class Journal:
         except BusError as error:
             raise JournalUnavailable(f"the stream could not be looked up: {error}") from error
 
-    async def remove(self, stream: str, parts: Sequence[str], *, state: bool) -> None:
-        """state: False where it has expired by itself. What cannot be removed goes in its time."""
-        with contextlib.suppress(BusError, NotResumable):
+    async def remove(self, stream: str, parts: Sequence[str], owner: str | None) -> None:
+        """owner: who may end it; None where its state has expired already. What is another's stays, and what cannot be
+        removed goes in its time."""
+        with contextlib.suppress(BusError, NotResumable, JournalUnavailable):
             states, kept = await self._open()
-            if state:
-                await states.delete(stream)
+            if owner is not None:
+                page = await self.read(stream)
+                if page is None or page.state.owner != owner:
+                    return
+                await states.delete(stream, page.revision)
             for name in ("request", *parts):
                 await kept.delete(f"{stream}.{name}")
 

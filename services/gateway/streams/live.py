@@ -85,6 +85,7 @@ class LiveStream:
     def _detach(self, reader: Reader) -> None:
         if self._reader is reader:
             self._reader, self.detached_at = None, self._deps.clock.now()
+            self._come.set()
             if not self.tape.ended:
                 self._deps.counters.add("streams_detached")
 
@@ -108,7 +109,7 @@ class LiveStream:
             async with asyncio.TaskGroup() as group:
                 drives = [group.create_task(self._drive(number)) for number in numbers]
                 try:
-                    await self._write()
+                    await self._write(drives)
                 except StreamMoved:  # whoever has it now may go on with its tickets
                     self._leave_tickets()
                     raise
@@ -126,16 +127,20 @@ class LiveStream:
         for generation in self._generations.values():
             generation.leave()
 
-    async def _write(self) -> None:
-        """What comes while something is being written is written together."""
-        while not self.tape.ended:
+    async def _write(self, drives: Sequence[asyncio.Task[None]]) -> None:
+        """What comes while something is being written is written together. An end that is still being read is kept."""
+        while not (self.tape.ended and self.detached_at is not None):
             try:
                 async with asyncio.timeout(self._touch_s):
                     await self._come.wait()
             except TimeoutError:
                 pass
             self._come.clear()
-            await self.ledger.write()
+            if not (self.tape.ended and self.detached_at is not None):
+                await self.ledger.write()
+            if self.tape.failure is not None:  # of one prompt: nobody waits for the others any more
+                for drive in drives:
+                    drive.cancel()
 
     async def _drive(self, number: int) -> None:
         """One prompt, from where the tape ends. Of several that fail the first is what the stream ends with."""
