@@ -56,10 +56,10 @@ async def _take(
     attempt.apply(machine.WorkersChosen(attempt.generation))
     attempt.box.senders.add(route.decode.peer)  # it has taken over long ago
     try:
-        await legs.replay(mine=True)
+        was_told = await legs.replay(mine=True)
     except BatonError:
         return None
-    if attempt.box.failure is not None and not attempt.box.events:
+    if not was_told or (attempt.box.failure is not None and not attempt.box.events):
         return None
     for choice, over in enumerate(attempt.history.over):
         if over:  # the word that a stop string ended it may have been lost with the gateway

@@ -116,9 +116,9 @@ class Legs:
             raise _blame(PeerLost(f"the prefill worker {prefill.peer} is gone"), "prefill")
         await self.replay()
 
-    async def replay(self, *, mine: bool = False) -> None:
-        """Asks D for *tokens from k* of every choice that is not done. mine: it was another gateway's so far, and what
-        comes from now on is to come here."""
+    async def replay(self, *, mine: bool = False) -> bool:
+        """Asks D for *tokens from k* of every choice that is not done; False where it did not answer, and that says
+        nothing. mine: it was another gateway's so far, and what comes from now on is to come here."""
         deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self.route.decode.peer
         over = attempt.history.over
         wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and not over[c])
@@ -133,15 +133,16 @@ class Legs:
         except DeadlineExceeded:
             deaf = self._g.registry.was_deaf(self._g.settings.grant_s)
             if deaf or box.events or deadline >= self._deadline:
-                return  # the caller looks at what came and at the time, and asks again
+                return False  # the caller looks at what came and at the time, and asks again
             raise _blame(PeerLost(f"the decode worker {decode} does not answer"), "decode") from None
         deps.counters.add("replays")
         taken = sum(box.deliver(entry) for entry in reply.entries)
         if reply.status is ReplayStatus.LIVE or box.failure is not None or attempt.done:
-            return
+            return True
         box.gap = True  # nothing will come by itself any more: ask for the rest as soon as this is delivered
         if not taken:
             box.fail(_why_ended(reply, decode))
+        return True
 
     def proven(self) -> None:
         """D has taken over, or P's token was all there is: so much works. Counted once."""
