@@ -33,7 +33,7 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    settings = {"common.kv_bytes": "256MiB", "gateway.orphan_grace_s": GRACE_S}
+    settings = {"common.kv_bytes": "256MiB", "gateway.orphan_grace_s": GRACE_S, "gateway.shutdown_timeout_s": 1.0}
     with RealCluster(tmp_path_factory.mktemp("streams"), decode=2, gateway=2, settings=settings) as running:
         running.expect_trouble = True
         for url in urls(running):  # the journal's files are open from the first stream on
@@ -166,6 +166,22 @@ def test_the_gateway_comes_back_under_its_address(cluster: RealCluster) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_the_gateway_is_told_to_end(cluster: RealCluster) -> None:
+    body = BODY | {"prompt": prompt_of(50, 8)}
+    whole = alone(cluster, body)
+    connection, _ = begin(cluster, body, 10)
+    other, adopted = urls(cluster)[1], cluster.counter("gateway", "tickets_adopted")
+    cluster.signal("gateway-0", signal.SIGTERM)
+    first = connection.stay()
+    assert (first.error or {}).get("code") == "shutting_down", first
+    second = resume(other, first.stream, first.ids[-1]).stay()
+    first.error = None
+    check(body, whole, [first, second], exact=True)
+    poll(lambda: _answers(cluster.url), "no gateway", 60.0)
+    poll(lambda: cluster.counter("gateway", "tickets_adopted") == adopted + 1, "not adopted", 15.0)
+
+
+@pytest.mark.timeout(300)
 def test_the_gateway_and_the_decode_worker_are_killed(cluster: RealCluster) -> None:
     body = BODY | {"prompt": prompt_of(60, 9), "n": 2, "temperature": 0.9, "seed": 11}
     whole = alone(cluster, body)
@@ -181,6 +197,19 @@ def test_the_gateway_and_the_decode_worker_are_killed(cluster: RealCluster) -> N
     second = resume(other, first.stream, first.ids[-1]).stay()
     check(body, whole, [first, second])
     poll(lambda: _answers(cluster.url), "no gateway", 60.0)
+
+
+@pytest.mark.timeout(300)
+def test_nats_is_killed(cluster: RealCluster) -> None:
+    """It has kept what was written down: the stream pauses and goes on, and another gateway finds it."""
+    body = BODY | {"prompt": prompt_of(44, 4)}
+    whole = alone(cluster, body)
+    connection, first = begin(cluster, body, 10)
+    cluster.kill("nats-server")
+    connection.wait_tokens(first.num_tokens + 5)
+    first = connection.leave()
+    second = resume(urls(cluster)[1], first.stream, first.ids[-1]).stay()
+    check(body, whole, [first, second])
 
 
 @pytest.mark.timeout(300)

@@ -28,6 +28,8 @@ TOUCHES = 4
 _PAUSE_S = 0.1
 _PATIENCE_S = 20.0
 """So long the journal may be away before the stream is given up."""
+_RETURN_S = 3.0
+"""A server that has just started may not know its buckets yet; one that does not for so long has lost them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class Journal:
 
     async def _insist(self, write: Callable[[], Awaitable[T]], find: Callable[[], Awaitable[T | None]]) -> T:
         """A server that is away is waited for. What was written although no answer came back is found again."""
-        give_up, uncertain = self._clock.now() + _PATIENCE_S, False
+        began, uncertain = self._clock.now(), False
         while True:
             try:
                 return await write()
@@ -141,13 +143,12 @@ class Journal:
                 if uncertain and (done := await self._find(find)) is not None:
                     return done
                 raise StreamMoved("another gateway serves this stream") from error
-            except (BucketGone, NoKeyValue) as error:
-                raise JournalUnavailable("the server has lost what was written down of this stream") from error
             except ValueError as error:
                 raise JournalUnavailable("the stream has become too large to be written down") from error
             except BusError as error:
                 uncertain = True
-                if self._clock.now() >= give_up:
+                lost = isinstance(error, BucketGone | NoKeyValue)
+                if self._clock.now() - began >= (_RETURN_S if lost else _PATIENCE_S):
                     raise JournalUnavailable(f"the stream could not be written down: {error}") from error
             await self._clock.sleep(_PAUSE_S)
 
