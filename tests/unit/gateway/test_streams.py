@@ -233,6 +233,7 @@ async def test_from_every_event_on_the_rest_is_the_same_everywhere(pair: Pair) -
     body = {"stop": ["STOP"], "stream_options": {"include_usage": True}, "baton": {"resumable": True, "timings": True}}
     stream, events = await whole(pair.gateways[0], **body)
     assert text_of(events) == SPEECH.partition("STOP")[0]
+    assert pair.speakers[0].talks[0].stopped == {0}, "whoever computes it is told"
     for position, event in enumerate(events[:-1]):
         for gateway in pair.gateways:
             status, rest = await come_back(gateway, stream, event.id)
