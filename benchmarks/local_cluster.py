@@ -23,10 +23,12 @@ _KEPT = ("BATON_CACHE_DIR",)
 
 
 class LocalCluster:
-    """`with LocalCluster("--decode", "2") as cluster:` is ready inside, and gone afterwards. flags: of `baton up`."""
+    """`with LocalCluster("--decode", "2") as cluster:` is ready inside, and gone afterwards. flags: of `baton up`.
+    reuse: workers find the state of earlier prompts again; without it a prompt costs the same however often it is
+    sent."""
 
-    def __init__(self, *flags: str) -> None:
-        self._flags = flags
+    def __init__(self, *flags: str, reuse: bool = False) -> None:
+        self._flags = flags if reuse else (*flags, "--set", "common.prefix_cache=false")
         self._directory = tempfile.TemporaryDirectory(prefix="baton-bench-")
         self._log = Path(self._directory.name) / "log"
         self._process: subprocess.Popen[bytes] | None = None

@@ -39,7 +39,7 @@ class RealCluster:
     request first, so that connections which stay open are in the baseline of open files. flags: more of `baton up`;
     without prefill workers they say so themselves, by a --mode or --prefill 0. store: workers use the kvstore, whose
     sidecar comes with the first block. reuse: workers find the state of earlier prompts again; without it the same
-    prompt costs and brings the same each time.
+    prompt costs and brings the same each time. kvstores: how many there are.
     """
 
     entry: tuple[str, ...] = ("-m", "services.cli")
@@ -58,17 +58,20 @@ class RealCluster:
         flags: tuple[str, ...] = (),
         store: bool = False,
         reuse: bool = False,
+        kvstores: int = 1,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.state_dir = directory / "state"
         self.log_file = directory / "baton.log"
-        self.num_prefill, self.num_decode, self.num_gateway = prefill, decode, gateway
+        self.num_prefill, self.num_decode = prefill, decode
+        self.num_kvstore, self.num_gateway = kvstores, gateway
         self.url = ""
         self.expect_trouble = False
         self._warm = warm and model is None
         self._model = model
         self._flags = ["--state-dir", str(self.state_dir)]
         self._flags += [*(["--prefill", str(prefill)] if prefill else []), "--decode", str(decode), *flags]
+        self._flags += ["--kvstore", str(kvstores)] if kvstores != 1 else []
         self._flags += ["--model", model] if model else []
         self._flags += ["--gateway", str(gateway)] if gateway > 1 else []
         self._flags += [] if store else ["--set", "common.store=false"]
@@ -115,8 +118,8 @@ class RealCluster:
         self.url = self._ready_line().split()[1].removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=300.0)
         self._note_family()
-        # A sidecar's first report may come a little later.
-        num_processes = 1 + self.num_gateway + 2 * (self.num_prefill + self.num_decode)
+        num_processes = self.num_gateway + self.num_kvstore
+        num_processes += 2 * (self.num_prefill + self.num_decode)  # a sidecar's first report may come a little later
         poll(lambda: len(self.workers()) == num_processes, lambda: f"not {num_processes}: {self.workers()}", 15.0)
         if self._warm:
             self._warm_up()

@@ -7,6 +7,7 @@ events of its machine there, or complete what this coroutine waits for.
 import asyncio
 from dataclasses import dataclass
 
+from services.decode.history import stored_history
 from services.decode.loading import load_stored
 from services.decode.loop import TokenOutbox
 from services.decode.ticket import DecodeTicket
@@ -76,14 +77,15 @@ async def serve_ticket(d: DecodeFlow, ticket: DecodeTicket) -> None:
                         ticket.scope.check()
                     _start_local(d, ticket, loaded)
                 else:
-                    units = d.engine.unit_tables(ticket.key)
-                    formats, held_len = accepted(ticket.order.kv_precision), ticket.held.num_tokens
-                    await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, held_len, formats)
-                    await _publish_destination(d, ticket)
-                    record = await _await_record(d, ticket)
-                    _check_record(ticket, record)
-                    if not _ended_at_first(ticket, record):
-                        _check_complete(d, ticket, record, await _await_bytes(d, ticket, record))
+                    async with stored_history(d.deps, d.link, d.stores, ticket):
+                        units = d.engine.unit_tables(ticket.key)
+                        formats, given = accepted(ticket.order.kv_precision), ticket.given.num_tokens
+                        await d.link.open(ticket.key, ticket.secret, units, ticket.first_bytes, given, formats)
+                        await _publish_destination(d, ticket)
+                        record = await _await_record(d, ticket)
+                        _check_record(ticket, record)
+                        if not _ended_at_first(ticket, record):
+                            _check_complete(d, ticket, record, await _await_bytes(d, ticket, record))
                     await d.link.fence(ticket.key)  # from here on only the engine writes these pages
                     _take_over(d, ticket, record)
                 ticket.scope.check()
@@ -102,7 +104,7 @@ def perform(d: DecodeFlow, ticket: DecodeTicket, effect: object) -> None:
     """Carries out one effect of the ticket's machine."""
     match effect:
         case machine.StartGroup():
-            d.engine.start_prefilled(ticket.key, ticket.first_tokens(), _came_by(ticket.record.result()))
+            d.engine.start_prefilled(ticket.key, ticket.first_tokens(), _came_by(ticket))
             ticket.apply(machine.Started(ticket.key.generation))
         case machine.AckCommit():
             if not ticket.commit_answer.done():
@@ -139,7 +141,7 @@ async def _send_destination(d: DecodeFlow, ticket: DecodeTicket, prefill: str) -
         geometry=d.engine.geometry,
         link=d.link.address,
         secret=ticket.secret,
-        held_len=ticket.held.num_tokens,
+        held_len=ticket.given.num_tokens,
     )
     where = subjects.subject("prefill", prefill, subjects.DESTINATION)
     try:
@@ -176,7 +178,7 @@ def _check_record(ticket: DecodeTicket, record: Commit) -> None:
 def _check_complete(d: DecodeFlow, ticket: DecodeTicket, record: Commit, landed: Receipt) -> None:
     """Raises Corrupt where P has not sent every row of every layer that we lack: our own counts agree with its. What we
     hold is sent again where it shares a unit of P's with what we lack."""
-    sent, held_len = [(c.name, c.num_bytes) for c in landed], ticket.held.num_tokens
+    sent, held_len = [(c.name, c.num_bytes) for c in landed], ticket.given.num_tokens
     needed = [
         (c.name, state_bytes(c, record.prompt_len, held_len - held_len % theirs.unit_tokens))
         for c, theirs in zip(d.engine.layout.components, landed, strict=True)
@@ -222,7 +224,7 @@ def _take_over(d: DecodeFlow, ticket: DecodeTicket, record: Commit) -> None:
             "cached_tokens": record.timings.cached_tokens,
         }
     )
-    _begin_checkpoint(d, ticket, lossiest((_came_by(record), ticket.held.lossiest)))
+    _begin_checkpoint(d, ticket, _came_by(ticket))
     for first in record.first:  # the log takes what comes next, and that is token 0 only where there was none before
         ticket.log(TokenOut(ticket.key, first.choice, 0, first.token, first.logprob, first.finish))
     if ticket.all_done.is_set():  # the handoff tokens ended it: nothing to start, P may let go
@@ -245,9 +247,11 @@ def _start_local(d: DecodeFlow, ticket: DecodeTicket, loaded: Loaded) -> None:
     d.engine.start_local(ticket.key, loaded.num_tokens, loaded.lossiest)
 
 
-def _came_by(record: Commit) -> str:
-    """The lossiest of the formats in which P has sent anything."""
-    return lossiest((record.wire_format, *(one.wire_format for one in record.on_wire if one.num_bytes)))
+def _came_by(ticket: DecodeTicket) -> str:
+    """The lossiest of the formats in which P has sent anything, and of what was there without it."""
+    record = ticket.record.result()
+    sent = (one.wire_format for one in record.on_wire if one.num_bytes)
+    return lossiest((record.wire_format, ticket.given.lossiest, *sent))
 
 
 def _begin_checkpoint(d: DecodeFlow, ticket: DecodeTicket, came_by: str) -> None:

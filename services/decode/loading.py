@@ -19,7 +19,7 @@ async def load_stored(deps: Deps, link: Link, stores: Stores | None, ticket: Dec
     try:
         if stores is not None:
             most = (ticket.state_len - 1) // stores.block_tokens * stores.block_tokens
-            loaded = await load_blocks(deps, link, stores, _loading(deps, ticket))
+            loaded = await load_blocks(deps, link, stores, loading_of(deps, ticket))
     except BatonError as error:  # the ticket's own end comes as a cancellation
         deps.counters.add("loads_failed")
         why = f": {error.message}"
@@ -29,13 +29,15 @@ async def load_stored(deps: Deps, link: Link, stores: Stores | None, ticket: Dec
         update={
             "load_s": deps.clock.now() - began_at,
             "loaded_tokens": loaded.num_tokens - held.num_tokens,
+            "loaded_bytes": loaded.num_bytes,
             "bytes": tuple((c.name, c.num_bytes) for c in loaded.components),
         }
     )
     return loaded
 
 
-def _loading(deps: Deps, ticket: DecodeTicket) -> Loading:
+def loading_of(deps: Deps, ticket: DecodeTicket) -> Loading:
+    """Into the ticket's own pages, behind what they have."""
     return Loading(
         key=ticket.key,
         secret=ticket.secret,

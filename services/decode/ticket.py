@@ -48,7 +48,8 @@ class ChoiceLog:
 
 class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
     """secret: what a peer must know to write. state_len: positions whose state is handed over. held: those of them that
-    are in its pages already, known once it is served. record, commit_answer: P's word and ours. all_done: no choice is
+    are in its pages already, known once it is served; given: those and what the stores bring, which P need not send.
+    record, commit_answer: P's word and ours. all_done: no choice is
     left. checkpoint: puts its blocks into the stores. timed: the timings are on their way to the gateway.
     """
 
@@ -59,7 +60,8 @@ class DecodeTicket(LiveTicket[Reserve, machine.DecodeTicket]):
         self.past = past = Past(order.history, order.finished)
         self.state_len = len(past.trunk(order.prompt))
         accepts = dict.fromkeys(lossiest((name,)) for name in accepted(order.kv_precision))
-        self.sharing, self.held = Sharing(order.salt, tuple(accepts)), NOTHING
+        self.sharing = Sharing(order.salt, tuple(accepts))
+        self.held = self.given = NOTHING
         self.record: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.commit_answer: asyncio.Future[CommitReply] = asyncio.get_running_loop().create_future()
         self.all_done = asyncio.Event()

@@ -109,7 +109,7 @@ class RoomQueue:
         """Whether there is room now, at other workers than that one."""
         decodes = [worker for worker in self._registry.ready("decode") if worker.peer != without]
         shut = self.breakers.shut(self._clock.now())
-        fleet = Fleet(self._registry.ready("prefill"), decodes, frozenset(self._refused), shut)
+        fleet = Fleet(self._registry.ready("prefill"), decodes, self._still_refused(), shut)
         try:
             route = self._policy.choose(demand, fleet)
         except NoWorker:
@@ -122,6 +122,11 @@ class RoomQueue:
             if worker.peer == peer:
                 self._refused[peer] = worker.report.sequence
 
+    def _still_refused(self) -> frozenset[str]:
+        newest = {worker.peer: worker.report.sequence for worker in self._registry.all()}
+        self._refused = {p: at for p, at in self._refused.items() if newest.get(p) == at}
+        return frozenset(self._refused)
+
     def _look_soon(self) -> None:
         now = self._clock.now()
         if self._timer is None and len(self._line):
@@ -133,10 +138,8 @@ class RoomQueue:
             self._timer.cancel()
             self._timer = None
         now = self._looked_at = self._clock.now()
-        newest = {worker.peer: worker.report.sequence for worker in self._registry.all()}
-        self._refused = {p: at for p, at in self._refused.items() if newest.get(p) == at}
         prefills, decodes = self._registry.ready("prefill"), self._registry.ready("decode")
-        refused = frozenset(self._refused)
+        refused = self._still_refused()
 
         def fleet() -> Fleet:
             return Fleet(prefills, decodes, refused, self.breakers.shut(now))  # who was just served may be a probe

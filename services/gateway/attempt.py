@@ -93,7 +93,7 @@ def orders_of(
         orphan_grace_s=request.orphan_grace_s,
         held_least=route.held_least,
         load=route.load,
-        load_least=history.stored // 2 if route.load else 0,  # with less of it a P would have been sooner
+        load_least=history.stored // 2 if route.path == "store" else 0,  # with less a P would have been sooner
     )
     orders = (Order("decode", decode, subjects.RESERVE, reserve),)
     if prefill is None:

@@ -20,7 +20,7 @@ from services.gateway.inbox import Inbox
 from services.gateway.legs import TICK_S, Legs
 from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
-from services.gateway.prefixes import Beginning, Prefixes
+from services.gateway.prefixes import STORES, Beginning, Prefixes
 from services.gateway.recovery import Recoveries
 from services.gateway.router import Demand
 from services.gateway.timings import Stopwatch
@@ -64,7 +64,7 @@ class GatewayFlow:
         self.rooms = rooms
         self.settings = settings
         self.farewells = Farewells(deps)
-        self.rates = Rates()
+        self.rates = Rates(clock=deps.clock)
         self.moves = Moves(rooms, is_on=settings.migrate_on_drain)
         self.prefixes = Prefixes(settings.block_tokens)
 
@@ -148,8 +148,9 @@ class RequestFlow:
                     self._g.moves.ended(self)
                     if isinstance(error, StoreError):
                         self._history.stored = 0  # that they had less than was thought is nobody's fault
+                        self._beginning.gone(STORES)
                     elif isinstance(error, PrefixGone) and attempt.route is not None:
-                        self._beginning.gone(attempt.route)
+                        self._beginning.gone(attempt.route.decode.peer)
                     elif is_failure:
                         failures = 1 if attempt.state.emitted else failures + 1
                         self._avoid_who_failed(attempt, error)
@@ -194,6 +195,7 @@ class RequestFlow:
 
     def _demand(self) -> Demand:
         request, caught_up = self._request, self._history.caught_up()
+        held = self._beginning.held()
         may_load = self._history.begun and not (request.strict and request.path != "auto")
         return Demand(
             prompt_len=self._trunk_len,
@@ -205,9 +207,17 @@ class RequestFlow:
             avoid=self._failed_peers,
             identity=self._identity,
             load=may_load and self._estimate().from_store,
-            held=self._beginning.held(),
+            held=held,
             near=self._g.settings.near_tokens,
+            stored=held.get(STORES, 0),
+            fetch=self._least_fetch(),
         )
+
+    def _least_fetch(self) -> int:
+        """As `Demand.fetch`."""
+        if self._request.path == "hybrid":
+            return self._g.settings.block_tokens
+        return self._g.rates.least_fetch() if self._request.path == "auto" else 0
 
     def _estimate(self) -> Estimate:
         return self._g.rates.estimate(self._trunk_len, self._history.stored)
@@ -251,7 +261,7 @@ class RequestFlow:
         if attempt.route is not None:
             self._path = attempt.path or attempt.route.path
             if attempt.route.load and not self._watch.last_ticket.loaded_tokens:
-                self._path = "local"
+                self._path = "local" if attempt.route.prefill is None else "remote"
             self._identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
@@ -300,6 +310,7 @@ class RequestFlow:
         attempt.apply(Ended(attempt.generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
         self._history.stored = max(self._history.stored, attempt.box.stored)
+        self._beginning.kept(self._history.prefix(self._request.prompt), self._history.stored)
         if self._legs is not None:
             self._legs.end(attempt.state.cause.code if attempt.state.cause else "", tell=not self._is_left)
 

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from shared.protocol.messages import FinishReason, SamplingSpec, TokenLogprob
 from shared.protocol.wire import KvPrecision
 
-PathPolicy = Literal["auto", "remote", "local"]
+PathPolicy = Literal["auto", "remote", "local", "hybrid"]
 DEFAULT_TENANT = "default"
 """Whose requests are where no API keys are set."""
 
@@ -59,7 +59,8 @@ class Generation(Protocol):
 
     @property
     def path(self) -> str:
-        """`remote`, `local`, `store`, or `pending` before the first token; where workers were lost, the last way."""
+        """`remote`, `local`, `hybrid`, `store`, or `pending` before the first token; where workers were lost, the last
+        way."""
 
     @property
     def cached_tokens(self) -> int:

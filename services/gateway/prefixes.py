@@ -11,6 +11,8 @@ from services.gateway.router import Route
 from services.gateway.workers import Worker
 from shared.store.keys import Lineage, chain
 
+STORES = "*stores*"
+"""All of them together, where a peer's name stands."""
 _MOST_BLOCKS = 1 << 16
 """That are remembered: some 16 MiB."""
 
@@ -91,8 +93,14 @@ class Beginning:
         """D has these in the end."""
         self._note(route.decode, self._prefixes.keys(self._salt, tokens))
 
-    def gone(self, route: Route) -> None:
-        self._prefixes.correct(route.decode.peer, self._keys)
+    def kept(self, tokens: Sequence[int], position: int) -> None:
+        """The stores have these up to there."""
+        if position:
+            self._prefixes.note(STORES, self._prefixes.keys(self._salt, tokens[:position]))
+
+    def gone(self, peer: str) -> None:
+        """It has less of it than was thought."""
+        self._prefixes.correct(peer, self._keys)
 
     def _note(self, worker: Worker, keys: Sequence[bytes]) -> None:
         if worker.report.block_tokens == self._prefixes.block_tokens:  # others find nothing again, or by other blocks

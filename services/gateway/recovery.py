@@ -67,8 +67,8 @@ class Recoveries:
         self.under_way = None
         last = self._list[-1]
         last.resumed_s, last.path = self._clock.now() - self._begun_at, path
-        if path == "store":
-            last.loaded_tokens, last.loaded_bytes = ticket.loaded_tokens, sum(size for _, size in ticket.bytes)
+        if path in ("store", "hybrid"):
+            last.loaded_tokens, last.loaded_bytes = ticket.loaded_tokens, ticket.loaded_bytes
         last.recomputed_tokens = trunk_len - ticket.cached_tokens
         self._counters.add("recoveries_resumed")
         self._counters.add(f"recoveries_by_{path}")

@@ -22,7 +22,8 @@ class Demand:
     request before; they are asked again only where there is no other. identity: of the model that began the answer,
     which no other may end; None: it has not begun. load: its state comes out of the stores. held: peer -> so many of
     its leading positions may have their state there. near: under `auto` a D that lacks no more than so many computes
-    them itself."""
+    them itself. stored: so many leading positions may be in the stores. fetch: a D that lacks so many of these, which
+    is at least one block, gets them from there while a P computes the rest; 0: none does."""
 
     prompt_len: int
     num_choices: int
@@ -35,10 +36,16 @@ class Demand:
     load: bool = False
     held: Mapping[str, int] = field(default_factory=dict)
     near: int = 0
+    stored: int = 0
+    fetch: int = 0
 
     def share_of(self, worker: "Worker") -> float:
         """Which part of the prompt that worker would compute, 0 to 1."""
         return 1.0 - min(1.0, self.held.get(worker.peer, 0) / self.prompt_len)
+
+    def fetches(self, worker: "Worker") -> bool:
+        lacks = min(self.stored, self.prompt_len - 1) - self.held.get(worker.peer, 0)
+        return bool(self.fetch) and lacks >= self.fetch
 
     def is_near(self, worker: "Worker") -> bool:
         held = self.held.get(worker.peer, 0)
@@ -47,7 +54,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The chosen pair; prefill is None where D computes the prompt itself. load: it takes from the stores
+    """The chosen pair; prefill is None where D computes the prompt itself. load: D takes from the stores
     what they have. held_least: D must have so much of the prompt, else another way is shorter."""
 
     decode: Worker
@@ -62,7 +69,7 @@ class Route:
     @property
     def path(self) -> str:
         if self.load:
-            return "store"
+            return "store" if self.prefill is None else "hybrid"
         return "local" if self.prefill is None else "remote"
 
     @property
@@ -107,7 +114,7 @@ class DefaultPolicy:
             return None
         matching = _matching(decode, prefills)
         prefill = choose_prefill(demand, _willing(matching, "prefill", fleet), matching)
-        return None if prefill is None else Route(decode, prefill)
+        return None if prefill is None else Route(decode, prefill, demand.fetches(decode))
 
     def aim(self, demand: Demand, fleet: Fleet) -> Route | None:
         decodes, prefills = _candidates(demand, fleet)

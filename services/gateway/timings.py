@@ -73,6 +73,7 @@ class Stopwatch:
             "commit_s": ticket.commit_s,
             "load_s": ticket.load_s,
             "loaded_tokens": ticket.loaded_tokens,
+            "loaded_bytes": ticket.loaded_bytes,
             "held_tokens": ticket.held_tokens,
             "cached_tokens": self.cached_tokens,
             "first_token_s": first,

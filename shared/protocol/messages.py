@@ -101,13 +101,13 @@ class Reserve(TicketMessage):
     orphan_grace_s: Seconds = 0.0
     """How long D goes on where the gateway is gone: another one may take the request up."""
     load: bool = False
-    """D has the stores' blocks loaded before it computes what is missing. Only where there is no P."""
+    """D has the stores' blocks loaded. Without a P it computes what is missing; else P need not send what they have."""
     held_least: Index = 0
     """Where D's pages have fewer positions than that the ticket fails (`prefix_gone`): to compute so much here was not
     meant. Only where there is no P."""
     load_least: Index = 0
     """Where the stores bring fewer positions than that the ticket fails (`store_failed`): to compute so much here was
-    not meant."""
+    not meant. Only where there is no P."""
 
 
 class Prefill(TicketMessage):
@@ -279,7 +279,8 @@ class TicketTimings(WireModel):
     load_s: Seconds = 0.0
     """What D waited for the stores."""
     loaded_tokens: Index = 0
-    """Positions whose state they brought; D computed what comes after these."""
+    """Positions whose state they brought."""
+    loaded_bytes: Index = 0
     held_tokens: Index = 0
     """Positions whose state D's pages had: nobody sent them."""
     cached_tokens: Index = 0

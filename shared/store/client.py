@@ -157,8 +157,8 @@ class StoreClient:
             raise
         if reply.status is LoadStatus.FAILED:
             raise error_from_code(reply.code, reply.message)
-        if reply.num_blocks > found.num_blocks:
-            raise Corrupt(f"{reply.num_blocks} blocks were sent of {found.num_blocks}")
+        if reply.num_blocks > order.num_blocks:
+            raise Corrupt(f"{reply.num_blocks} blocks were sent of {order.num_blocks}")
         return reply
 
     async def check(self, key: TicketKey, reply: LoadReply) -> None:

@@ -16,7 +16,8 @@ from shared.worker.stores import Stores
 
 class Checkpoint:
     """tokens: those whose state the ticket has or will have, from position 0 on. tenant: whose quota the blocks count
-    against. on_stored: told up to which position the stores have it, whenever that is further than before."""
+    against. on_stored: told up to which position some one store has had it from the beginning on, whenever that is
+    further than before; of several homes each may have less, and what it has may go."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Checkpoint:
             self._deps.spawn(self._put_all(), f"checkpoint-{self._key.room}")
 
     async def _put_all(self) -> None:
-        """Until nothing waits; what completes meanwhile goes together."""
+        """Until nothing waits; what completes meanwhile goes together. Where a put fails as none should, all is offered
+        again with the next block."""
         try:
             while self._loans:
                 loans, self._loans = self._loans, []
@@ -76,11 +78,13 @@ class Checkpoint:
                     self._settle(start, self._first, await self._put(start, self._first, loans))
                 finally:
                     self._close(loans)
+        except BaseException:
+            self._first = self._next = 0
+            raise
         finally:
-            if self._loans:  # this one failed: all is offered again
-                self._close(self._loans)
-                self._first = self._next = 0
+            self._close(self._loans)
             self._loans, self._putting = [], False
+        self.reach(self._complete * self._block_tokens)  # more than could be lent at a time
 
     async def _put(self, start: int, end: int, loans: list[Loan]) -> tuple[PutOutcome, ...]:
         self._chain.extend(self._tokens[self._chain.num_tokens : end * self._block_tokens])
@@ -91,7 +95,7 @@ class Checkpoint:
         """Where a home lacks some of it (it was full, or lost what came before), all is offered again with the next
         block."""
         self._stores.note(outcomes)
-        held = [start + outcome.held for outcome in outcomes]
+        held = [start + outcome.held for outcome in outcomes]  # without what comes before `start` a home takes nothing
         if min(held, default=start) < end and not self._loans:
             self._first, self._next, self._tried = 0, 0, self._complete
         if held and max(held) > max(start, self._stored):

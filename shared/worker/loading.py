@@ -1,5 +1,6 @@
 """State out of the stores: a worker has what they have of a trunk's beginning loaded into a ticket of its own."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from shared.transfer.formats.agree import EXACT_FORMATS
 from shared.transfer.formats.catalog import EXACT
 from shared.transfer.link import Link, TicketKey
 from shared.worker.stores import Stores
+
+UnitTables = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +44,30 @@ class Loaded:
     lossiest: str = EXACT
     components: tuple[ComponentDigest, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(component.num_bytes for component in self.components)
+
 
 async def load_blocks(deps: Deps, link: Link, stores: Stores, loading: Loading) -> Loaded:
     """As many whole blocks behind what is held as the stores have. Raises BatonError, and then nothing that came may be
     used; afterwards only the engine writes the ticket's pages."""
-    held = loading.held
-    nothing = Loaded(held.num_tokens, held.lossiest)
-    found, came_by = await _find(deps, stores, loading)
+    found, came_by = await find_blocks(deps, stores, loading)
     if found is None:
-        return nothing
-    key = loading.key
+        return Loaded(loading.held.num_tokens, loading.held.lossiest)
+    units = stores.engine.unit_tables(loading.key)
+    return await bring_blocks(deps, link, stores, loading, units, found, came_by)
+
+
+async def bring_blocks(
+    deps: Deps, link: Link, stores: Stores, loading: Loading, units: UnitTables, found: Found, came_by: str
+) -> Loaded:
+    """What was found, into these units; its lease ends with that, however it does. Raises as `load_blocks`."""
+    key, held_len = loading.key, loading.held.num_tokens
     try:
         if not loading.is_worth(found.num_blocks * stores.block_tokens):
-            return nothing
-        units = stores.engine.unit_tables(key)
-        await link.open(key, loading.secret, units, loading.on_first_bytes, held.num_tokens, EXACT_FORMATS)
+            return Loaded(held_len, loading.held.lossiest)
+        await link.open(key, loading.secret, units, loading.on_first_bytes, held_len, EXACT_FORMATS)
         try:
             reply = await stores.client.load(
                 found, key, loading.secret, link.address, loading.deadline, priority=loading.priority
@@ -66,19 +78,23 @@ async def load_blocks(deps: Deps, link: Link, stores: Stores, loading: Loading) 
     finally:
         deps.spawn(stores.client.release(found), f"release-lease-{key.room}")
     deps.counters.add("blocks_loaded", reply.num_blocks)
-    return Loaded(held.num_tokens + reply.num_blocks * stores.block_tokens, came_by, reply.components)
+    return Loaded(held_len + reply.num_blocks * stores.block_tokens, came_by, reply.components)
 
 
-async def _find(deps: Deps, stores: Stores, loading: Loading) -> tuple[Found | None, str]:
+async def find_blocks(deps: Deps, stores: Stores, loading: Loading) -> tuple[Found | None, str]:
     """The longest run there is, under the name of every loss that is accepted; what was lost least counts where there
-    is as much of it. What is held goes on under its own name only."""
+    is as much of it. What is held goes on under its own name only. To be released."""
     held, block = loading.held, stores.block_tokens
     num_tokens = (len(loading.trunk) - 1) // block * block
+    names = (held.lossiest,) if held.num_tokens else tuple(loading.sharing.accepts)
+    chains = [chain(stores.lineage(loading.sharing.salt, name), loading.trunk[:num_tokens]) for name in names]
+    runs = [BlockRun.of(keys, held.num_tokens // block) for keys in chains]
+    async with asyncio.TaskGroup() as group:  # at once: stores that do not answer are waited for once
+        lookups = [group.create_task(stores.client.lookup(run, answer_s=loading.answer_s)) for run in runs]
     best: Found | None = None
     came_by = EXACT
-    for name in (held.lossiest,) if held.num_tokens else loading.sharing.accepts:
-        keys = chain(stores.lineage(loading.sharing.salt, name), loading.trunk[:num_tokens])
-        found = await stores.client.lookup(BlockRun.of(keys, held.num_tokens // block), answer_s=loading.answer_s)
+    for name, lookup in zip(names, lookups, strict=True):
+        found = lookup.result()
         if found is None:
             continue
         if best is None or found.num_blocks > best.num_blocks:

@@ -43,6 +43,12 @@ class FloodedCluster(RealCluster):
         found = self._direct.get(f"{self._monitoring}/connz", params={"limit": 1024}).json()
         return {connection.get("name", ""): connection for connection in found["connections"]}
 
+    def cut_off(self, peer: str) -> list[str]:
+        """Why the server ended each connection of this client that is over."""
+        query = {"limit": 1024, "state": "closed"}
+        found = self._direct.get(f"{self._monitoring}/connz", params=query).json()["connections"]
+        return [str(connection["reason"]) for connection in found if connection.get("name") == peer]
+
     def num_slow_consumers(self) -> int:
         return int(self._direct.get(f"{self._monitoring}/varz").json()["slow_consumers"])
 
@@ -70,7 +76,8 @@ class FloodedCluster(RealCluster):
 
 
 class Intruder:
-    """`async with Intruder(cluster, seed) as intruder`. sent: messages so far."""
+    """`async with Intruder(cluster, seed) as intruder`. sent: messages so far. It reads, and writes, while the event
+    loop runs: whoever waits for the cluster meanwhile does so in another thread."""
 
     def __init__(self, cluster: FloodedCluster, seed: int) -> None:
         self.noise = Noise(cluster.target(), seed)
@@ -79,7 +86,7 @@ class Intruder:
         self._client = Client()
 
     async def __aenter__(self) -> Self:
-        self._client = await nats.connect(self._url, name="intruder", pending_size=8 << 20)
+        self._client = await nats.connect(self._url, name="intruder", pending_size=8 << 20, no_echo=True)
         await self._client.subscribe("baton.v1.>", cb=self._overhear)
         return self
 
@@ -105,8 +112,11 @@ class Intruder:
         self.sent += 1
 
     async def flush(self) -> None:
-        """Returns once the server has all of it."""
-        await self._client.flush(30)
+        """Returns once the server has all of it: the gateway's answer comes behind that. (The ping of nats-py's own
+        flush overtakes what is not written yet.)"""
+        subject, data, _ = self.noise.questions()[-1]
+        await self._client.request(subject, data, timeout=120)
+        self.sent += 1
 
     async def _overhear(self, message: Msg) -> None:
         self.noise.overhear(message.subject, message.data, message.reply)

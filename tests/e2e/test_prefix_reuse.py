@@ -51,6 +51,11 @@ def timings(seen: Seen) -> dict[str, Any]:
     return dict(seen.baton["timings"])
 
 
+def stored(cluster: RealCluster) -> float:
+    """Blocks that the store has."""
+    return float(report_of(cluster, "kvstore")["counters"]["blocks_known"])
+
+
 def test_the_second_turn_of_a_conversation_moves_only_what_is_new(cluster: RealCluster) -> None:
     """P has the prompt of the first turn, and D its answer as well; the question behind it is long."""
     prompt = prompt_of(300, 1)
@@ -112,10 +117,9 @@ def test_what_came_lossy_serves_nobody_who_did_not_ask_for_it(cluster: RealClust
 def test_a_prefill_worker_that_was_away_loads_the_beginning(cluster: RealCluster) -> None:
     """Both are killed, and the store has what they had computed."""
     prompt = prompt_of(400, 7)
-    stored = lambda: report_of(cluster, "kvstore")["counters"]["blocks_known"]  # noqa: E731
-    before = stored()
+    before = stored(cluster)
     first = ask(cluster, prompt, salt="away", max_tokens=8)
-    poll(lambda: stored() >= before + 6, "nothing is stored", 30.0)
+    poll(lambda: stored(cluster) >= before + 6, "nothing is stored", 30.0)
     pids = {name: cluster.kill(name) for name in ("prefill-0", "prefill-1")}
     for name, pid in pids.items():
         cluster.wait_ready(name, other_than=pid)
@@ -123,6 +127,26 @@ def test_a_prefill_worker_that_was_away_loads_the_beginning(cluster: RealCluster
     assert cached(again) >= 4 * BLOCK
     assert sum(w["counters"].get("blocks_loaded", 0) for w in cluster.workers("prefill")) > 0
     differs({"prompt": prompt, "max_tokens": 8}, first, again)
+
+
+def test_the_stores_bring_the_history_while_prefill_computes_the_rest(cluster: RealCluster) -> None:
+    """Both decode workers are killed; P has the prompt, and the store has it too."""
+    prompt = prompt_of(330, 10)
+    before = stored(cluster)
+    first = ask(cluster, prompt, salt="hybrid")
+    poll(lambda: stored(cluster) >= before + 5, "nothing is stored", 30.0)
+    pids = {name: cluster.kill(name) for name in ("decode-0", "decode-1")}
+    for name, pid in pids.items():
+        cluster.wait_ready(name, other_than=pid)
+    turn = [*prompt, *first.tokens[0], *prompt_of(90, 11)]
+    seen = ask(cluster, turn, salt="hybrid", baton={"path": "hybrid"})
+    told = timings(seen)
+    assert seen.path == "hybrid", told
+    assert told["attempts"] == 1
+    assert told["loaded_tokens"] == 320  # the five blocks of the prompt; its answer ends none
+    assert told["loaded_bytes"] == told["loaded_tokens"] * TOKEN_BYTES
+    assert told["bytes"] == {"kv": (len(turn) - told["loaded_tokens"]) * TOKEN_BYTES}
+    same(cluster, turn, seen, salt="hybrid-alone")
 
 
 def test_a_decode_worker_that_has_less_than_was_thought_costs_an_attempt_and_no_more(cluster: RealCluster) -> None:

@@ -115,9 +115,9 @@ def _path(wanted: PathPolicy | None, limits: HttpLimits) -> PathPolicy:
     """Without prefill workers every prompt is computed by the worker that decodes, and that is no detour."""
     if limits.mode == "separated":
         return wanted or limits.default_path
-    if wanted == "remote":
+    if wanted in ("remote", "hybrid"):
         raise invalid(
-            f"This server runs in mode '{limits.mode}' and has no prefill workers: the path cannot be 'remote'.",
+            f"This server runs in mode '{limits.mode}' and has no prefill workers: the path cannot be '{wanted}'.",
             "baton.path",
             "unsupported_value",
         )

@@ -23,7 +23,7 @@ class Body(BaseModel):
 class BatonOptions(Body):
     """`"baton"`: what only Baton knows."""
 
-    path: Literal["auto", "remote", "local"] | None = None
+    path: Literal["auto", "remote", "local", "hybrid"] | None = None
     strict: bool = False
     timings: bool = False
     token_ids: bool = False

@@ -136,6 +136,17 @@ async def test_blocks_go_there_as_they_complete_and_another_worker_goes_on_from_
     await until(lambda: at_rest(store.report()))
 
 
+async def test_what_cannot_be_lent_at_once_follows_without_another_token(ends: Ends) -> None:
+    bench, tokens = Bench(ends[0], 5), tokens_of("in parts", 5 * BLOCK)
+    each = BLOCK // bench.lender.layout.page_tokens
+    bench.stores._most_lent = 2 * each
+    bench.reach(bench.checkpoint(tokens), len(tokens))
+    assert bench.stores.num_lent == 2 * each
+    await until(lambda: bench.told[-1:] == [5 * BLOCK])
+    assert bench.told == [2 * BLOCK, 4 * BLOCK, 5 * BLOCK]
+    await bench.quiet()
+
+
 async def test_the_last_position_is_computed_whatever_is_there(ends: Ends) -> None:
     putter, loader, _ = ends
     bench, tokens = Bench(putter, 2), tokens_of("to the brim", 2 * BLOCK)

@@ -1,6 +1,6 @@
 """What earlier requests have computed is found again while it lies in the pool, and by nobody who must not have it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,10 +9,12 @@ import torch
 from shared.engine.models.base import Model
 from shared.engine.models.registry import load_model
 from shared.engine.models.toy import Toy
+from shared.engine.pool import StatePool
 from shared.engine.sharing import Held, Sharing
 from shared.engine.weights.catalog import prepare
 from shared.protocol.messages import FirstToken, SamplingSpec
 from shared.runtime.errors import PoolExhausted
+from shared.state.layout import PoolLayout
 from shared.transfer.link import TicketKey
 from tests.support_engine import EngineBench, as_sidecars_see_it, deliver, first_tokens, running
 from tests.support_tiny_model import tiny_weights, write_hf
@@ -252,3 +254,33 @@ async def test_what_a_link_brought_goes_on_behind_what_was_held(model: Model, be
         assert [bench.text_of(key)] == whole
         await bench.engine.retire(key)
         await source.engine.retire(key)
+
+
+class Watched(StatePool):
+    """Remembers which pages were brought in from a link."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        super().__init__(layout)
+        self.brought: list[int] = []
+
+    def bring_in(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        self.brought += pages
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+async def test_only_what_a_link_brought_is_brought_in(model: Model, handed_over: bool) -> None:
+    """On a device what a link put into host memory is copied to where the model computes: over a held page it would
+    put whatever came there last."""
+    async with running(model, block_tokens=BLOCK, make_pool=Watched) as bench:
+        await local(bench, 1, prompt_of(10))
+        key, pool = TicketKey(2, 1), bench.pool
+        assert isinstance(pool, Watched)
+        bench.engine.reserve(key, prompt_of(30), SAMPLING, decodes=True, sharing=OURS)
+        pages = bench.engine.unit_tables(key)[0]
+        if handed_over:
+            bench.engine.start_prefilled(key, (FirstToken(choice=0, token=5),))
+        else:
+            bench.engine.start_local(key, 24)
+        await bench.finish(key)
+        assert pool.brought == list(pages[2:8] if handed_over else pages[2:6])
+        await bench.engine.retire(key)

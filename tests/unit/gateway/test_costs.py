@@ -4,7 +4,7 @@ import pytest
 
 from services.gateway.admission import RoomQueue
 from services.gateway.attempt import Attempt, orders_of
-from services.gateway.costs import Rates
+from services.gateway.costs import LOAD_HALF_LIFE_S, Rates
 from services.gateway.generation import GenerationRequest
 from services.gateway.history import History
 from services.gateway.inbox import Inbox
@@ -40,6 +40,24 @@ def test_rates_are_learned_from_what_tickets_say() -> None:
     for _ in range(40):  # the stores have become slow
         rates.note(TicketTimings(loaded_tokens=1024, cached_tokens=1024, load_s=5.02), 1024)
     assert not rates.estimate(2048, 1024).from_store
+
+
+def test_a_slow_store_is_tried_again_after_a_while() -> None:
+    """Nothing but time can show that it has become fast: it is not used meanwhile."""
+    clock = SetClock()
+    rates = Rates(clock=clock)
+    slow = TicketTimings(loaded_tokens=1024, load_s=9.02)
+    for _ in range(40):
+        rates.note(slow, 1024)
+    assert not rates.estimate(2048, 2000).from_store
+    learned, guess = rates.load_now_s, Rates().load_s
+    clock.at += LOAD_HALF_LIFE_S
+    assert rates.load_now_s - guess == pytest.approx((learned - guess) / 2)
+    clock.at += 9 * LOAD_HALF_LIFE_S
+    assert rates.estimate(2048, 2000).from_store
+    before = rates.load_now_s
+    rates.note(slow, 1024)
+    assert rates.load_now_s == pytest.approx(before + 0.3 * (9 / 1024 - before)), "what had faded does not come back"
 
 
 def test_short_prompts_teach_nothing() -> None:
@@ -83,6 +101,15 @@ async def test_how_far_the_stores_have_it_only_rises() -> None:
     assert not box.senders, "that is no sign that somebody has taken over"
 
 
+class SetClock(LoopClock):
+    """Of which the test says what time it is."""
+
+    at = 1000.0
+
+    def now(self) -> float:
+        return self.at
+
+
 def fleet(*decodes: tuple[str, int]) -> WorkerRegistry:
     made = registry()
     for name, free in decodes:
@@ -117,6 +144,26 @@ async def test_where_a_prefill_worker_is_needed_it_must_have_room(prefill_pages:
     assert moves(workers).may_begin(object(), report("decode", "d0").peer, remote) is may
 
 
+async def test_who_has_just_said_no_serves_nobody_until_it_reports_anew() -> None:
+    workers, leaving = fleet(("d0", 60), ("d1", 60)), report("decode", "d0").peer
+    rooms = RoomQueue(workers, DefaultPolicy(), LoopClock(), max_queued=8, queue_timeout_s=1.0)
+    assert rooms.could_serve(demand(), without=leaving)
+    rooms.refused(report("decode", "d1").peer)
+    assert not rooms.could_serve(demand(), without=leaving)
+    assert rooms.could_serve(demand(), without=report("decode", "d1").peer)
+    workers.observe(report("decode", "d1", 60, sequence=2))
+    assert rooms.could_serve(demand(), without=leaving)
+
+
+@pytest.mark.parametrize(("prefill", "may"), [(None, False), ("draining", False), ("ready", True)])
+async def test_who_insists_on_a_prefill_worker_stays_where_none_is_left(prefill: str | None, may: bool) -> None:
+    workers = fleet(("d0", 60), ("d1", 60))
+    if prefill is not None:
+        workers.observe(report("prefill", "p0", pages=Pages(total=60, free=60), state=prefill))
+    insists = lambda: demand("remote", load=False)  # noqa: E731
+    assert moves(workers).may_begin(object(), report("decode", "d0").peer, insists) is may
+
+
 async def test_a_few_leave_at_a_time() -> None:
     some, leaving = moves(fleet(("d0", 60), ("d1", 60))), report("decode", "d0").peer
     first, *others = [object() for _ in range(6)]
@@ -147,9 +194,7 @@ async def test_moves_are_recoveries_that_do_not_count_against_the_limit() -> Non
     recoveries = Recoveries(LoopClock(), Counters(), 0.0, most=1)
     for _ in range(3):
         recoveries.begin(PeerLost("about to end"), planned=True)
-        recoveries.resumed(
-            "store", TicketTimings(loaded_tokens=64, cached_tokens=64, bytes=(("kv", 100), ("index", 5))), 80
-        )
+        recoveries.resumed("store", TicketTimings(loaded_tokens=64, cached_tokens=64, loaded_bytes=105), 80)
     assert not recoveries.exhausted
     assert recoveries.as_list()[0] | {"resumed_s": 0} == {
         "cause": "peer_lost",

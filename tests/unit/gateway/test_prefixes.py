@@ -1,0 +1,133 @@
+"""What the gateway thinks lies where, and what it makes of that."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from services.gateway.prefixes import Beginning, Prefixes
+from services.gateway.router import DefaultPolicy, Demand, Fleet, Route
+from services.gateway.workers import Worker
+from tests.unit.gateway.reports import AUTO, report
+
+BLOCK = 8
+TOKENS = list(range(100))
+
+
+def worker(role: str, name: str, free: int = 100, **more: object) -> Worker:
+    return Worker(report(role, name, free, **{"block_tokens": BLOCK, **more}), 0.0)
+
+
+def holding(demand: Demand, near: int = 0, **held: int) -> Demand:
+    return replace(demand, held={f"{name}-b0": tokens for name, tokens in held.items()}, near=near)
+
+
+def chosen(demand: Demand, *workers: Worker) -> tuple[str, str | None]:
+    prefills = [w for w in workers if w.report.role == "prefill"]
+    decodes = [w for w in workers if w.report.role == "decode"]
+    route = DefaultPolicy().choose(demand, Fleet(prefills, decodes))
+    assert route is not None
+    return route.decode.report.id, route.prefill and route.prefill.report.id
+
+
+def test_the_longest_beginning_of_each_worker_is_known() -> None:
+    prefixes = Prefixes(BLOCK)
+    prefixes.note("p", prefixes.keys("us", TOKENS[:30]))
+    prefixes.note("d", prefixes.keys("us", TOKENS))
+    assert prefixes.held(prefixes.keys("us", TOKENS[:50])) == {"p": 24, "d": 48}
+    assert prefixes.held(prefixes.keys("us", [*TOKENS[:20], 1, 2, 3, 4, 5, 6])) == {"p": 16, "d": 16}
+    assert prefixes.held(prefixes.keys("them", TOKENS)) == {}
+    assert prefixes.held(prefixes.keys("us", TOKENS[:7])) == {}
+
+
+def test_what_lies_behind_a_gap_does_not_count() -> None:
+    prefixes = Prefixes(BLOCK)
+    keys = prefixes.keys("us", TOKENS)
+    prefixes.note("d", (*keys[:2], *keys[3:]))
+    assert prefixes.held(keys) == {"d": 16}
+
+
+def test_a_worker_that_is_gone_or_has_less_is_not_thought_of() -> None:
+    prefixes = Prefixes(BLOCK)
+    keys = prefixes.keys("us", TOKENS)
+    for peer in ("d-one", "e-one"):
+        prefixes.note(peer, keys)
+    prefixes.forget("d-one")
+    assert prefixes.held(keys) == {"e-one": 96}
+    prefixes.correct("e-one", keys)
+    assert (prefixes.held(keys), len(prefixes)) == ({}, 0)
+
+
+def test_what_nobody_asked_about_goes_first_and_ends_before_beginnings() -> None:
+    prefixes = Prefixes(BLOCK, most_blocks=6)
+    old, new = prefixes.keys("us", TOKENS[:24]), prefixes.keys("them", TOKENS[:32])
+    prefixes.note("d", old)
+    prefixes.note("d", new)
+    assert (len(prefixes), prefixes.held(old), prefixes.held(new)) == (6, {"d": 16}, {"d": 32})
+    prefixes.held(old)
+    prefixes.note("d", prefixes.keys("others", TOKENS[:8]))
+    assert prefixes.held(old) == {"d": 16}
+    assert prefixes.held(new) == {"d": 24}
+
+
+@pytest.mark.parametrize(("blocks", "held"), [(BLOCK, 16), (2 * BLOCK, 0), (None, 0)])
+def test_workers_that_find_nothing_again_or_by_other_blocks_hold_nothing(blocks: int | None, held: int) -> None:
+    beginning = Beginning(Prefixes(BLOCK), "us")
+    beginning.renew(TOKENS[:20])
+    decode = worker("decode", "d0", block_tokens=blocks)
+    beginning.sent(Route(decode, worker("prefill", "p0")))
+    assert beginning.held().get("d0-b0", 0) == held
+    assert beginning.held()["p0-b0"] == 16
+    beginning.gone("d0-b0")
+    assert beginning.held() == {"p0-b0": 16}
+
+
+def test_an_answer_that_has_grown_is_its_decode_workers() -> None:
+    beginning = Beginning(Prefixes(BLOCK), "us")
+    route = Route(worker("decode", "d0"), worker("prefill", "p0"))
+    beginning.renew(TOKENS[:20])
+    beginning.sent(route)
+    beginning.grown(route, TOKENS[:60])
+    beginning.renew(TOKENS[:70])
+    assert beginning.held() == {"p0-b0": 16, "d0-b0": 56}
+
+
+def test_a_beginning_outweighs_one_prompt_ahead_and_no_more() -> None:
+    """However many ask for it, the load stays even."""
+    workers = [worker("prefill", f"p{k}") for k in range(4)]
+    decode = worker("decode", "d0")
+    demand = holding(AUTO, p2=144)
+    counts: Counter[str | None] = Counter()
+    for room in range(24):
+        name = chosen(demand, *workers, decode)[1]
+        counts[name] += 1
+        next(w for w in workers if w.report.id == name).pending[room] = 1
+    assert counts["p2"] in (6, 7)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_the_decode_worker_with_most_of_the_prompt_is_chosen_while_it_has_room_enough() -> None:
+    prefill, holds = worker("prefill", "p0"), holding(AUTO, d1=64, d2=96)
+    for free, name in (((90, 60, 50), "d2"), ((90, 60, 40), "d1"), ((90, 44, 40), "d0")):
+        decodes = [worker("decode", f"d{k}", pages) for k, pages in enumerate(free)]
+        assert chosen(holds, prefill, *decodes)[0] == name
+
+
+def test_what_a_decode_worker_nearly_has_it_computes_itself() -> None:
+    prefill, decode, other = worker("prefill", "p0"), worker("decode", "d0", 50), worker("decode", "d1")
+    near = holding(AUTO, near=32, d0=128)
+    assert chosen(near, prefill, decode, other) == ("d0", None)
+    assert chosen(holding(AUTO, near=31, d0=128), prefill, decode, other) == ("d0", "p0")
+    for refused in (replace(near, strict=True), replace(near, path="remote")):
+        assert chosen(refused, prefill, decode, other) == ("d0", "p0")
+    assert chosen(replace(near, avoid=frozenset({"d0-b0"})), prefill, decode, other) == ("d1", "p0")
+    full = worker("decode", "d0", 5)
+    assert chosen(near, prefill, full, other) == ("d1", "p0")
+    route = DefaultPolicy().choose(near, Fleet([prefill], [decode, other]))
+    assert route is not None
+    assert route.held_least == 128
+
+
+def test_a_short_prompt_that_nobody_has_is_not_near() -> None:
+    short = replace(AUTO, prompt_len=20, near=64)
+    assert chosen(short, worker("prefill", "p0"), worker("decode", "d0")) == ("d0", "p0")
