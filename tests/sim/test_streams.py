@@ -170,6 +170,54 @@ def test_the_gateway_and_the_decode_worker_die(sampling: dict[str, Any]) -> None
     run_with(scenario, decodes=2)
 
 
+@pytest.mark.parametrize("dies", ["gateway", "both"])
+def test_choices_that_are_over_stay_over(dies: str) -> None:
+    async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
+        free = await oracle(PROMPT, **SAMPLED)
+        ends = next(t for k, t in enumerate(free[0][4:]) if t not in free[0][: 4 + k] + free[1][:30] + free[2][:30])
+        sampling = SAMPLED | {"stop_token_ids": (ends,)}
+        whole = await oracle(PROMPT, **sampling)
+        assert len(whole[0]) < 20 < min(len(whole[1]), len(whole[2]))
+        client = Client(3)
+        reading = asyncio.get_running_loop().create_task(client.read(await one.open(plan_for(**sampling), KEY, 0)))
+        await until(lambda: client.finishes[0] is not None and client.has[1] > len(whole[0]) + 1, 20.0)
+        if dies == "both":
+            serving(cluster).kill_now()
+        cluster.gateways[0].kill_now()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await client.come_back(two)
+        assert client.error is None
+        assert client.tokens == whole
+        assert client.finishes[0] == "stop"
+        await cluster.settle()
+
+    run_with(scenario, decodes=2, step_s=0.03)
+
+
+def test_the_decode_worker_hears_of_a_stop_string_from_whoever_goes_on() -> None:
+    """The gateway had found it and written it down, and died before it could say so."""
+
+    async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
+        client = Client(3)
+        await client.read(await one.open(plan_for(**SAMPLED | {"max_tokens": 300}), KEY, 0), leave_at=5)
+        live = one._live[client.id]
+        live._over.add(0)
+        live.ledger.draft.stopped.add(0)
+        live._come.set()
+        await until(lambda: live.tape.prompts[0].stopped[0], 5.0)
+        cluster.gateways[0].kill_now()
+        (ticket,) = cluster.decodes[0].desk.tickets
+        assert not ticket.choices[0].done
+        await client.come_back(two)
+        assert client.has[1:] == (300, 300)
+        assert ticket.choices[0].stopped
+        assert len(ticket.choices[0].tokens) < 300
+        await cluster.settle()
+
+    run_with(scenario, num_pages=1024, step_s=0.02)
+
+
 def test_what_is_written_down_never_changes_though_no_client_got_it() -> None:
     """The journal is ahead of every client, and whoever goes on is bound by it."""
 
