@@ -218,6 +218,31 @@ def test_the_decode_worker_hears_of_a_stop_string_from_whoever_goes_on() -> None
     run_with(scenario, num_pages=1024, step_s=0.02)
 
 
+def test_only_workers_of_the_model_that_began_may_go_on() -> None:
+    async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
+        client = Client()
+        await client.read(await one.open(plan_for(**MANY), KEY, 0), leave_at=7)
+        old, heir = cluster.decodes
+        if not len(old.desk):
+            old, heir = heir, old
+        old.kill_now()
+        cluster.gateways[0].kill_now()
+        right = heir.engine.identity
+        heir.engine.identity = "another-model"
+        heir.heart.changed()
+        await until(lambda: cluster.gateways[1].registry.ready("decode")[-1].report.identity == "another-model", 5.0)
+        reading = asyncio.get_running_loop().create_task(client.come_back(two))
+        await asyncio.sleep(10.0)
+        assert client.has == (7,)
+        heir.engine.identity = right
+        heir.heart.changed()
+        await reading
+        assert client.tokens == await oracle(PROMPT, **MANY)
+        await cluster.settle()
+
+    run_with(scenario, decodes=2)
+
+
 def test_what_is_written_down_never_changes_though_no_client_got_it() -> None:
     """The journal is ahead of every client, and whoever goes on is bound by it."""
 
