@@ -220,8 +220,9 @@ def test_the_decode_worker_hears_of_a_stop_string_from_whoever_goes_on() -> None
 
 def test_only_workers_of_the_model_that_began_may_go_on() -> None:
     async def scenario(cluster: Cluster, one: Streams, two: Streams) -> None:
-        client = Client()
-        await client.read(await one.open(plan_for(**MANY), KEY, 0), leave_at=7)
+        client, plan = Client(), plan_for(**MANY)
+        plan = replace(plan, requests=tuple(replace(request, path="local") for request in plan.requests))
+        await client.read(await one.open(plan, KEY, 0), leave_at=7)
         old, heir = cluster.decodes
         if not len(old.desk):
             old, heir = heir, old
