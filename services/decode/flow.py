@@ -283,6 +283,8 @@ async def _release(d: DecodeFlow, ticket: DecodeTicket) -> None:
     ticket.end("peer_lost", "the decode worker is shutting down", by="decode")  # nothing new where the end is known
     if ticket.order.prefill is not None or ticket.order.load:
         await d.link.fence(ticket.key)  # if this fails there is no proof, and the pages stay held
+    for door in ticket.doors:
+        await d.link.fence(door)
     await d.engine.retire(ticket.key)
     if not ticket.commit_answer.done():
         cause = ticket.state.cause or Cause("dead_room")

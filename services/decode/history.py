@@ -53,6 +53,8 @@ async def stored_history(deps: Deps, link: Link, stores: Stores | None, ticket: 
             yield
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
+    finally:
+        deps.spawn(stores.client.release(found), f"release-lease-{ticket.key.room}")
 
 
 async def _bring(deps: Deps, link: Link, stores: Stores, ticket: DecodeTicket, loading: Loading, found: Found) -> None:

@@ -47,4 +47,5 @@ def loading_of(deps: Deps, ticket: DecodeTicket) -> Loading:
         deadline=min(ticket.deadline, deps.clock.now() + _LOAD_S),
         priority=ticket.order.priority,
         on_first_bytes=ticket.first_bytes,
+        doors=ticket.doors,
     )

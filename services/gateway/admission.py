@@ -6,6 +6,7 @@ there, and the worker keeps its room for the eldest of all gateways (`shared/wor
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from services.gateway.breaker import Breakers
@@ -33,6 +34,7 @@ class Waiting(Place):
 class _Question:
     demand: Demand
     room: int
+    renew: Callable[[Demand], Demand]
     answer: asyncio.Future[Route | NoWorker] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -67,12 +69,20 @@ class RoomQueue:
     def num_waiting(self) -> int:
         return len(self._line)
 
-    async def wait(self, place: Waiting, demand: Demand, room: int, deadline: float) -> Route:
+    async def wait(
+        self,
+        place: Waiting,
+        demand: Demand,
+        room: int,
+        deadline: float,
+        renew: Callable[[Demand], Demand] = lambda demand: demand,
+    ) -> Route:
         """A route with room, charged to `room`. Raises NoWorker at once where waiting cannot help, QueueFull where too
         many wait, and CapacityError or DeadlineExceeded when it took too long since the request's arrival. Who comes
         back keeps its place. Who has lost its workers is not sent away: it waits for room until its deadline, and for
-        workers that are gone as long as others may wait for room."""
-        question = self._questions[place] = _Question(demand, room)
+        workers that are gone as long as others may wait for room. renew: the demand by what is known when its turn has
+        come."""
+        question = self._questions[place] = _Question(demand, room, renew)
         self._line.join(place)
         try:
             self._look() if len(self._line) == 1 else self._look_soon()
@@ -157,6 +167,9 @@ class RoomQueue:
             return False
         try:
             route = self._policy.choose(question.demand, replace(fleet, refused=fleet.refused | kept))
+            if route is not None and (renewed := question.renew(question.demand)) != question.demand:
+                question.demand = renewed
+                route = self._policy.choose(renewed, replace(fleet, refused=fleet.refused | kept)) or route
             if route is None and not kept and self._may_claim(place):
                 route = self._policy.aim(question.demand, fleet)
         except NoWorker as error:

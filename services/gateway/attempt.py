@@ -26,6 +26,7 @@ class Attempt:
     trunk_len: int
     route: Route | None = None
     cancel_legs: bool = False
+    has_tokens: bool = False
     proven: bool = False
     path: str | None = None
 

@@ -7,6 +7,7 @@ tokens that the client has, and the client sees nothing of it but the gap. Only 
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from services.gateway.admission import RoomQueue, Waiting
 from services.gateway.adoption import adopt
@@ -22,7 +23,7 @@ from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
 from services.gateway.prefixes import STORES, Beginning, Prefixes
 from services.gateway.recovery import Recoveries
-from services.gateway.router import Demand
+from services.gateway.router import Demand, Route
 from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
 from shared.bus.listen import listen
@@ -98,7 +99,7 @@ class RequestFlow:
         self._past = past or Past(History.empty(request.sampling.n))
         self._history = self._past.history
         self._identity = self._past.identity
-        self._beginning = Beginning(g.prefixes, request.salt)
+        self._beginning = Beginning(g.prefixes, request.sharing, g.registry.is_alive)
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
@@ -134,7 +135,7 @@ class RequestFlow:
                             yield batch
                     attempt.apply(machine.AllDone(generation))
                     legs.proven()
-                    self._beginning.grown(legs.route, self._history.prefix(self._request.prompt))
+                    self._note_whole(attempt, legs)
                     return
                 except Draining as error:
                     failures = 0
@@ -185,10 +186,10 @@ class RequestFlow:
     async def _wait_for_room(self, attempt: Attempt) -> Legs:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
         request = self._request
-        self._beginning.renew(self._history.prefix(request.prompt))
+        self._beginning.grow(self._history.prefix(request.prompt))
         demand, estimate = self._demand(), self._estimate()
         self._recoveries.expect(estimate.store_s if demand.load else estimate.prefill_s)
-        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline)
+        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline, self._renew)
         attempt.began_at = self._g.deps.clock.now()
         self._watch.routed()
         return Legs(self._g, request, attempt, attempt.route, self._deadline)
@@ -212,6 +213,11 @@ class RequestFlow:
             stored=held.get(STORES, 0),
             fetch=self._least_fetch(),
         )
+
+    def _renew(self, demand: Demand) -> Demand:
+        """By what others have left where meanwhile."""
+        held = self._beginning.held()
+        return replace(demand, held=held, stored=held.get(STORES, 0))
 
     def _least_fetch(self) -> int:
         """As `Demand.fetch`."""
@@ -250,22 +256,32 @@ class RequestFlow:
                     await box.wake.wait()
             except TimeoutError:
                 await legs.check()
+        if not attempt.has_tokens and legs.route.prefill is not None:
+            self._beginning.sent(legs.route.prefill)
+        attempt.has_tokens = True
         batch, box.events = tuple(e for e in box.events if not self._history.over[e.choice]), []
         if box.timings is not None:
             self._watch.ticket(box.timings)
             self._g.rates.note(box.timings, attempt.trunk_len)
             box.timings = None
-            if attempt.route is not None:
-                self._beginning.sent(attempt.route)
+            if box.taken_over:
+                self._beginning.sent(legs.route.decode)
         self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
-            self._path = attempt.path or attempt.route.path
-            if attempt.route.load and not self._watch.last_ticket.loaded_tokens:
-                self._path = "local" if attempt.route.prefill is None else "remote"
+            self._path = attempt.path or self._path_of(attempt.route, box.taken_over)
             self._identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
         return batch
+
+    def _path_of(self, route: Route, taken_over: bool) -> str:
+        """Whether anything came out of the stores D alone says, and P's first tokens may be here before."""
+        if not route.load:
+            return route.path
+        if not taken_over:
+            return "pending"
+        fallback = "local" if route.prefill is None else "remote"
+        return route.path if self._watch.last_ticket.loaded_tokens else fallback
 
     def _note_tokens(self, batch: tuple[TokenEvent, ...]) -> None:
         """They are as good as with the client: whatever happens from here on, they are never sent again."""
@@ -275,6 +291,15 @@ class RequestFlow:
         self._watch.tokens(batch)
         self._recoveries.resumed(self._path, self._watch.last_ticket, attempt.trunk_len)
         self._g.moves.ended(self)
+
+    def _note_whole(self, attempt: Attempt, legs: Legs) -> None:
+        """D has the prompt, and what a single choice has given out; but where the handoff tokens ended the answer P
+        alone has any of it, and nobody has waited for the stores."""
+        if self._path == "pending":
+            self._path = "remote"
+        if legs.route.prefill is None or (attempt.box.taken_over and any(len(t) > 1 for t in self._history.tokens)):
+            self._beginning.grow(self._history.prefix(self._request.prompt))
+            self._beginning.sent(legs.route.decode)
 
     def _avoid_who_failed(self, attempt: Attempt, error: BatonError) -> None:
         """They are asked again only where there is no other."""
@@ -310,7 +335,7 @@ class RequestFlow:
         attempt.apply(Ended(attempt.generation, Cause(CANCELLED, "the client went away")))
         self._g.inbox.close(attempt.room)
         self._history.stored = max(self._history.stored, attempt.box.stored)
-        self._beginning.kept(self._history.prefix(self._request.prompt), self._history.stored)
+        self._beginning.kept(self._history.stored)
         if self._legs is not None:
             self._legs.end(attempt.state.cause.code if attempt.state.cause else "", tell=not self._is_left)
 

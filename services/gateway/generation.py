@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from shared.protocol.messages import FinishReason, SamplingSpec, TokenLogprob
 from shared.protocol.wire import KvPrecision
+from shared.transfer.formats.agree import EXACT_FORMATS
 
 PathPolicy = Literal["auto", "remote", "local", "hybrid"]
 DEFAULT_TENANT = "default"
@@ -32,6 +33,12 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     orphan_grace_s: float = 0.0
+
+    @property
+    def sharing(self) -> str:
+        """Those that say the same may have state of each other: of those with one salt, who accept the same losses."""
+        exact = self.kv_precision in EXACT_FORMATS
+        return self.salt if exact else f"{self.salt} {self.kv_precision}"
 
     @property
     def salt(self) -> str:

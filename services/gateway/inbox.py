@@ -118,8 +118,8 @@ class Inbox:
                 self._counters.add("repeated_tokens")
         for room, timings in message.timings:
             box = self._boxes.get(room)
-            if box is not None:
-                box.timings = timings
+            if box is not None and (message.sender == box.legs.get("decode") or not box.taken_over):
+                box.timings = timings  # what P says first D says again, and more
         for room, position in message.stored:
             if (box := self._boxes.get(room)) is not None:
                 box.stored = max(box.stored, position)

@@ -5,16 +5,15 @@ computes it, or says that it has less than was thought and is not thought of aga
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from services.gateway.router import Route
 from services.gateway.workers import Worker
-from shared.store.keys import Lineage, chain
+from shared.store.keys import Chain, Lineage
 
 STORES = "*stores*"
 """All of them together, where a peer's name stands."""
 _MOST_BLOCKS = 1 << 16
-"""That are remembered: some 16 MiB."""
+"""That are remembered: some 22 MiB."""
 
 
 class Prefixes:
@@ -28,10 +27,10 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def keys(self, salt: str, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """One for every whole block. salt: as the workers have it. The names are our own: models are not told apart,
-        since no two of them are asked for the same answer."""
-        return chain(Lineage("", salt, block_tokens=self.block_tokens), tokens)
+    def chain(self, salt: str) -> Chain:
+        """Of a request's blocks. salt: as the workers have it, and what else parts those that share nothing. The names
+        are our own: models are not told apart, since no two of them are asked for the same answer."""
+        return Chain(Lineage("", salt, block_tokens=self.block_tokens))
 
     def note(self, peer: str, keys: Sequence[bytes]) -> None:
         """These blocks were sent there, or came to be there."""
@@ -70,38 +69,35 @@ class Prefixes:
 
 
 class Beginning:
-    """One request's. salt: of its blocks."""
+    """One request's: its prompt, and behind it what a single choice has given out. salt: of its blocks. is_there:
+    whether a worker is alive, since nothing is noted of one that is gone."""
 
-    def __init__(self, prefixes: Prefixes, salt: str) -> None:
+    def __init__(self, prefixes: Prefixes, salt: str, is_there: Callable[[str], bool]) -> None:
         self._prefixes = prefixes
-        self._salt = salt
-        self._keys: tuple[bytes, ...] = ()
+        self._chain = prefixes.chain(salt)
+        self._is_there = is_there
 
-    def renew(self, tokens: Sequence[int]) -> None:
-        """These are the tokens whose state the next attempt needs."""
-        self._keys = self._prefixes.keys(self._salt, tokens)
+    def grow(self, tokens: Sequence[int]) -> None:
+        """These are all of them by now; they only become more."""
+        self._chain.extend(tokens[self._chain.num_tokens :])
 
     def held(self) -> dict[str, int]:
-        return self._prefixes.held(self._keys)
+        """peer -> so many leading positions may be there, and can be had: the last one is always computed."""
+        num_tokens, block = self._chain.num_tokens, self._prefixes.block_tokens
+        most = max(0, num_tokens - 1) // block * block
+        return {peer: min(held, most) for peer, held in self._prefixes.held(self._chain.keys).items()}
 
-    def sent(self, route: Route) -> None:
-        """Its workers have them."""
-        for worker in route.workers:
-            self._note(worker, self._keys)
+    def sent(self, *workers: Worker) -> None:
+        """These have all of it."""
+        for worker in workers:
+            # Others find nothing again, or by other blocks.
+            if worker.report.block_tokens == self._prefixes.block_tokens and self._is_there(worker.peer):
+                self._prefixes.note(worker.peer, self._chain.keys)
 
-    def grown(self, route: Route, tokens: Sequence[int]) -> None:
-        """D has these in the end."""
-        self._note(route.decode, self._prefixes.keys(self._salt, tokens))
-
-    def kept(self, tokens: Sequence[int], position: int) -> None:
-        """The stores have these up to there."""
-        if position:
-            self._prefixes.note(STORES, self._prefixes.keys(self._salt, tokens[:position]))
+    def kept(self, position: int) -> None:
+        """The stores have it up to there."""
+        self._prefixes.note(STORES, self._chain.keys[: position // self._prefixes.block_tokens])
 
     def gone(self, peer: str) -> None:
         """It has less of it than was thought."""
-        self._prefixes.correct(peer, self._keys)
-
-    def _note(self, worker: Worker, keys: Sequence[bytes]) -> None:
-        if worker.report.block_tokens == self._prefixes.block_tokens:  # others find nothing again, or by other blocks
-            self._prefixes.note(worker.peer, keys)
+        self._prefixes.correct(peer, self._chain.keys)

@@ -14,6 +14,10 @@ from services.gateway.generation import PathPolicy
 from services.gateway.workers import Worker
 from shared.runtime.errors import NoWorker
 
+_LEAST_SHARE = 4
+"""A beginning counts from a quarter of the prompt on."""
+_MOST_LOAD = 1.25
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -108,7 +112,7 @@ class DefaultPolicy:
             local = choose_local(demand, _willing(decodes, "local", fleet), decodes)
             return None if local is None else Route(local, None, demand.load)
         if (near := choose_near(demand, _willing(decodes, "local", fleet))) is not None:
-            return Route(near, None, held_least=demand.prompt_len - demand.near)
+            return Route(near, None, held_least=max(0, demand.prompt_len - demand.near))
         decode = choose_decode(demand, _willing(decodes, "decode", fleet), decodes)
         if decode is None:
             return None
@@ -198,22 +202,23 @@ def choose_prefill(demand: Demand, willing: Sequence[Worker], known: Sequence[Wo
 
 def choose_decode(demand: Demand, willing: Sequence[Worker], known: Sequence[Worker] = ()) -> Worker | None:
     """The D with most of the prompt, then with most free pages, among those with room for it and its choices' first
-    steps. One that has less than half as many free pages as another gets nothing for what it holds."""
+    steps. What it holds counts for nothing where it is little, or where the D is busier than others (`_is_free`)."""
     able = _able(demand, willing, known)
-    most = max((w.free_pages for w in able), default=0)
 
     def rank(worker: Worker) -> tuple[int, int, str]:
-        held = demand.held.get(worker.peer, 0) if 2 * worker.free_pages >= most else 0
-        return held, worker.free_pages, worker.peer
+        held = demand.held.get(worker.peer, 0)
+        counts = _LEAST_SHARE * held >= demand.prompt_len and _is_free(worker, able)
+        return held if counts else 0, worker.free_pages, worker.peer
 
     return max(able, key=rank, default=None)
 
 
 def choose_near(demand: Demand, willing: Sequence[Worker]) -> Worker | None:
-    """A D that has nearly all of the prompt, and room now; the one with most of it."""
+    """A D that has nearly all of the prompt, room now, and no more to do than others; the one with most of it."""
     if demand.path != "auto" or demand.strict:
         return None
     near = [w for w in willing if demand.is_near(w) and has_room(w, demand) and w.peer not in demand.avoid]
+    near = [w for w in near if _is_free(w, willing)]
     return max(near, key=lambda w: (demand.held[w.peer], w.free_pages, w.peer), default=None)
 
 
@@ -258,6 +263,19 @@ def has_room(worker: Worker, demand: Demand) -> bool:
 
 def _slots_wanted(worker: Worker, demand: Demand) -> int:
     return 1 if worker.report.role == "prefill" else demand.num_choices
+
+
+def _is_free(worker: Worker, others: Sequence[Worker]) -> bool:
+    """Whether a D may be chosen for what it holds: at least half as many free pages as the roomiest, and no more under
+    way than a quarter above the mean, and one. So a beginning that all have in common goes round."""
+    if 2 * worker.free_pages < max(other.free_pages for other in others):
+        return False
+    mean = sum(map(_under_way, others)) / len(others)
+    return _under_way(worker) <= _MOST_LOAD * mean + 1
+
+
+def _under_way(worker: Worker) -> int:
+    return worker.report.queues.get("running", 0) + _prompts_ahead(worker)
 
 
 def _prompts_ahead(worker: Worker) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from services.prefill import flow
 from services.prefill.loading import PromptLoading
+from services.prefill.parts import PrefillFlow, PrefillFlowSettings
 from services.prefill.ticket import PrefillTicket
 from services.prefill.wire_choice import WireChoice
 from shared.engine.api import Engine, StepOutput
@@ -42,7 +43,7 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         deps: Deps,
         engine: Engine,
         link: Link,
-        settings: flow.PrefillFlowSettings | None = None,
+        settings: PrefillFlowSettings | None = None,
         observe: Callable[[PrefillTimings], None] = lambda timings: None,
         stores: Stores | None = None,
     ) -> None:
@@ -51,8 +52,8 @@ class PrefillDesk(WorkerDesk[PrefillTicket]):
         self._num_held = 0
         wire = WireChoice(engine.layout, link, deps.counters)
         loading = None if stores is None else PromptLoading(deps, link, stores, wire)
-        chosen = settings or flow.PrefillFlowSettings()
-        self._flow = flow.PrefillFlow(deps, engine, link, wire, chosen, observe, stores, loading)
+        chosen = settings or PrefillFlowSettings()
+        self._flow = PrefillFlow(deps, engine, link, wire, chosen, observe, stores, loading)
 
     def handlers(self) -> dict[str, tuple[type[WireModel], Handler]]:
         return {

@@ -5,16 +5,14 @@ events of its machine there, or complete what this coroutine waits for.
 """
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
-from services.prefill.loading import PromptLoading
+from services.prefill.destination import await_destination, by_decode, was_deaf
+from services.prefill.parts import PrefillFlow
 from services.prefill.storing import checkpoint_of
 from services.prefill.ticket import PrefillTicket
-from services.prefill.wire_choice import WireChoice
 from shared.bus.ask import ask
-from shared.engine.api import ChunkDone, Engine
+from shared.engine.api import ChunkDone
 from shared.machines import prefill as machine
 from shared.machines.stepping import Cause, Quiesced, TellGateway
 from shared.protocol import subjects
@@ -26,61 +24,24 @@ from shared.protocol.messages import (
     FirstToken,
     Prefill,
     PrefillTimings,
-    Replay,
-    ReplayReply,
-    ReplayStatus,
+    TicketTimings,
     TokenEntry,
     Tokens,
     Verdict,
 )
-from shared.runtime.deps import Deps
 from shared.runtime.errors import (
     BatonError,
     DeadlineExceeded,
     EngineError,
     PeerLost,
     ProtocolError,
-    UnknownRoom,
 )
-from shared.runtime.overlap import Overlap, choose_cut
+from shared.runtime.overlap import choose_cut
 from shared.runtime.scope import until
 from shared.transfer.classes import Standing, TrafficClass
 from shared.transfer.formats.agree import ran
-from shared.transfer.link import Link, OwnSidecarLost, digests_of
+from shared.transfer.link import OwnSidecarLost, digests_of
 from shared.worker.notices import tell_failure
-from shared.worker.stores import Stores
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillFlowSettings:
-    """commit_s: how long the commit record is repeated at most, within the request's deadline. tell_s: how long a peer
-    is told of a failure, and the gateway of token 0. optimistic_attempts: how often a prompt may be computed ahead of
-    its destination. overlap, layers_per_send: when its state leaves (`shared/runtime/overlap.py`). probe_s: how long P
-    waits in silence for a destination before it asks D whether the ticket lives there. answer_s: how long D may take to
-    answer. unknown_asks: how often it may say that it has not heard of it."""
-
-    commit_s: float = 30.0
-    tell_s: float = 5.0
-    optimistic_attempts: int = 0
-    overlap: Overlap = "auto"
-    layers_per_send: int = 8
-    probe_s: float = 2.0
-    answer_s: float = 10.0
-    unknown_asks: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillFlow:
-    """What the coroutine works with. observe: is told how each hand-off went."""
-
-    deps: Deps
-    engine: Engine
-    link: Link
-    wire: WireChoice
-    settings: PrefillFlowSettings = PrefillFlowSettings()
-    observe: Callable[[PrefillTimings], None] = lambda timings: None
-    stores: Stores | None = None
-    loading: PromptLoading | None = None
 
 
 async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
@@ -92,10 +53,10 @@ async def serve_ticket(p: PrefillFlow, ticket: PrefillTicket) -> None:
                 if p.settings.optimistic_attempts and not ticket.destination.done():  # by default no prefill is wasted
                     ticket.apply(machine.BegunAhead(ticket.key.generation))
                     p.engine.compute_ahead(ticket.key, p.settings.optimistic_attempts)
-                destination = await _await_destination(p, ticket)
+                destination = await await_destination(p, ticket)
                 asked_at = p.deps.clock.now()
-                wire_format = p.wire.choose(ticket.order, destination.link)
                 cached_len = await _bring_back(p, ticket)
+                wire_format = p.wire.choose(ticket.order, destination.link, cached_len, destination.held_len)
                 first, computed_at = await _compute_and_send(p, ticket, destination, wire_format, cached_len)
                 begun_at = p.engine.begun_at(ticket.key) or asked_at
                 if begun_at >= asked_at:  # else it was computed ahead, who knows how fast
@@ -135,50 +96,6 @@ def perform(p: PrefillFlow, ticket: PrefillTicket, effect: object) -> None:
             _tell(p, ticket, "gateway", ticket.order.gateway, cause)
 
 
-async def _await_destination(p: PrefillFlow, ticket: PrefillTicket) -> Destination:
-    """Waits for D's word where the state goes. In silence it asks D whether the ticket lives there, rather than guess;
-    pages that are held meanwhile are held for a ticket that somebody still wants."""
-    unknown = 0
-    while True:
-        await asyncio.wait({ticket.destination}, timeout=p.settings.probe_s)
-        if ticket.destination.done():
-            return ticket.destination.result()
-        disconnects = p.deps.bus.stats.disconnects
-        status = await _status_at_decode(p, ticket)
-        if status is None and _was_deaf(p, disconnects):
-            continue
-        unknown += status is ReplayStatus.UNKNOWN
-        gone = status is None or status is ReplayStatus.ENDED or unknown > p.settings.unknown_asks
-        if gone and not ticket.destination.done():
-            raise _by_decode(
-                PeerLost("decode does not answer")
-                if status is None
-                else UnknownRoom("decode does not hold this ticket")
-            )
-
-
-def _by_decode(error: BatonError) -> BatonError:
-    error.by = "decode"
-    return error
-
-
-def _was_deaf(p: PrefillFlow, disconnects: int) -> bool:
-    """Whether silence since that count of disconnects says nothing about a peer: nobody could be heard."""
-    return not p.deps.bus.connected or p.deps.bus.stats.disconnects != disconnects
-
-
-async def _status_at_decode(p: PrefillFlow, ticket: PrefillTicket) -> ReplayStatus | None:
-    """What D knows of the ticket; None where it does not answer."""
-    where = subjects.subject("decode", ticket.order.decode, subjects.REPLAY)
-    question = Replay(room=ticket.key.room, generation=ticket.key.generation, wanted=())
-    deadline = p.deps.clock.now() + p.settings.answer_s
-    try:
-        reply = await ask(p.deps.bus, p.deps.clock, where, question, ReplayReply, deadline=deadline)
-    except (PeerLost, DeadlineExceeded):
-        return None
-    return reply.status
-
-
 async def _bring_back(p: PrefillFlow, ticket: PrefillTicket) -> int:
     """So many leading positions need not be computed: P's pages have them, or the stores bring them."""
     held = p.engine.held(ticket.key)
@@ -208,7 +125,7 @@ async def _compute_and_send(
                 if chunk.last:
                     last = chunk.first, p.deps.clock.now()
                     if not order.resumed:
-                        p.deps.spawn(_send_first(p, ticket, chunk), f"first-token-{ticket.key.room}")
+                        p.deps.spawn(_send_first(p, ticket, chunk, cached_len), f"first-token-{ticket.key.room}")
                 if chunk.pieces and not _ends_at_first(order, chunk):
                     sends.create_task(_send(p, ticket, destination, chunk, wire_format))  # the link keeps their order
     except ExceptionGroup as failures:
@@ -233,8 +150,9 @@ async def _send(
         raise
 
 
-async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -> None:
-    """Token 0 of every choice straight to the gateway, until it says that it has it (D passes it on as well)."""
+async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone, cached_len: int) -> None:
+    """Token 0 of every choice straight to the gateway, until it says that it has it (D passes it on as well); and how
+    much needed not be computed, which nobody else says where these tokens end the answer."""
     entries = tuple(
         TokenEntry(
             room=ticket.key.room,
@@ -248,7 +166,8 @@ async def _send_first(p: PrefillFlow, ticket: PrefillTicket, chunk: ChunkDone) -
         for first in chunk.first
     )
     where = subjects.subject("gateway", ticket.order.gateway, subjects.TOKENS)
-    message = Tokens(sender=p.deps.peer, entries=entries)
+    timings = ((ticket.key.room, TicketTimings(cached_tokens=cached_len)),)
+    message = Tokens(sender=p.deps.peer, entries=entries, timings=timings)
     try:
         deadline = p.deps.clock.now() + p.settings.tell_s
         await ask(p.deps.bus, p.deps.clock, where, message, Verdict, deadline=deadline)
@@ -284,12 +203,12 @@ async def _repeat_commit(p: PrefillFlow, ticket: PrefillTicket, record: Commit) 
         try:
             reply = await ask(p.deps.bus, p.deps.clock, where, record, CommitReply, deadline=deadline)
         except PeerLost as error:
-            raise _by_decode(error) from None
+            raise by_decode(error) from None
         except DeadlineExceeded:
             if deadline >= ticket.deadline:
                 raise
-            if not _was_deaf(p, disconnects):
-                raise _by_decode(PeerLost("decode does not answer the commit")) from None
+            if not was_deaf(p, disconnects):
+                raise by_decode(PeerLost("decode does not answer the commit")) from None
             deadline = min(ticket.deadline, p.deps.clock.now() + p.settings.commit_s)
             disconnects = p.deps.bus.stats.disconnects
             continue
@@ -314,6 +233,8 @@ async def _release(p: PrefillFlow, ticket: PrefillTicket) -> None:
     """Quarantine: first no reader may be left, then no step; only then are the pages free."""
     ticket.end("peer_lost", "the prefill worker is shutting down", by="prefill")  # nothing new where the end is known
     await p.link.forget(ticket.key)  # if this fails there is no proof, and the pages stay held
+    for door in ticket.doors:
+        await p.link.fence(door)
     await p.engine.retire(ticket.key)
     if not ticket.destination.done():
         ticket.destination.cancel()

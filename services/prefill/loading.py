@@ -18,7 +18,8 @@ _SECRET_BYTES = 32
 _LEAST_BLOCKS = 2
 """To load fewer is not worth the questions."""
 _ANSWER_S = 0.25
-_LOAD_S = 5.0
+_LOAD_S = (0.3, 5.0)
+"""At least and at most; in between as long as to compute the same takes."""
 _SILENCE_S = 10.0
 _NEWEST = 0.3
 
@@ -29,6 +30,7 @@ class PromptLoading:
     def __init__(self, deps: Deps, link: Link, stores: Stores, wire: WireChoice) -> None:
         self._deps, self._link, self._stores, self._wire = deps, link, stores, wire
         self._alone_until = float("-inf")
+        self._is_trying = False
         self._tokens_per_s: float | None = None
         self._measured_at = float("-inf")
 
@@ -36,24 +38,38 @@ class PromptLoading:
         """So many leading positions have their state in the ticket's pages now, those that were held among them."""
         deps, stores, prompt = self._deps, self._stores, ticket.order.prompt
         missing = (len(prompt) - 1) // stores.block_tokens - held.num_tokens // stores.block_tokens
-        if missing < _LEAST_BLOCKS or deps.clock.now() < self._alone_until or not stores.client.are_there:
-            return held.num_tokens
         began_at = deps.clock.now()
+        is_alone = began_at < self._alone_until or not stores.client.are_there
+        unproven = self._tokens_per_s is None
+        if missing < _LEAST_BLOCKS or is_alone or (unproven and self._is_trying):
+            return held.num_tokens
+        self._is_trying = True
+        try:
+            return await self._load(ticket, held, began_at)
+        finally:
+            self._is_trying = False
+
+    async def _load(self, ticket: PrefillTicket, held: Held, began_at: float) -> int:
+        deps, stores, prompt = self._deps, self._stores, ticket.order.prompt
+        computes = self._wire.tokens_per_s
+        as_long = (len(prompt) - held.num_tokens) / computes if computes else _LOAD_S[1]
         loading = Loading(
             key=ticket.key,
             secret=secrets.token_bytes(_SECRET_BYTES),
             trunk=prompt,
             sharing=ticket.sharing,
             held=held,
-            deadline=min(ticket.deadline, began_at + _LOAD_S),
+            deadline=min(ticket.deadline, began_at + min(max(as_long, _LOAD_S[0]), _LOAD_S[1])),
             priority=ticket.order.priority,
             answer_s=_ANSWER_S,
+            doors=ticket.doors,
             is_worth=self._is_sooner,
         )
         try:
             loaded = await load_blocks(deps, self._link, stores, loading)
         except BatonError:  # the ticket's own end comes as a cancellation
             deps.counters.add("loads_failed")
+            self._measured(0, deps.clock.now() - began_at)
             self._alone_until = deps.clock.now() + _SILENCE_S
             return held.num_tokens
         spent_s = deps.clock.now() - began_at

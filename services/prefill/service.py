@@ -1,8 +1,8 @@
 """A prefill worker: computes prompts and hands their state over."""
 
 from services.prefill.desk import PrefillDesk
-from services.prefill.flow import PrefillFlowSettings
 from services.prefill.metrics import HandoffMetrics
+from services.prefill.parts import PrefillFlowSettings
 from shared.engine.api import Engine, StepOutput
 from shared.runtime.deps import Deps
 from shared.runtime.settings import PrefillSettings

@@ -102,7 +102,7 @@ class Capacity:
             if rank > 0 and trunk_len % self._page_tokens:
                 group.copies.append(CopyPage(trunk[full], choice.pages[full]))
             choice.computed = trunk_len
-            choice.naming = None if group.naming is None else group.naming.fork()
+            choice.naming = self.prefixes.fork(group)
         self.pages.give_back(group.spare_pages, key)
         self.slots.give_back(group.spare_slots, key)
         group.trunk_pages, group.trunk_slot, group.spare_pages, group.spare_slots = [], None, [], []

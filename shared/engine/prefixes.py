@@ -17,6 +17,8 @@ from shared.state.pages import PageAllocator
 from shared.store.keys import Chain, Lineage
 from shared.transfer.formats.catalog import EXACT, lossiest
 
+_AT_ONCE = 16
+
 
 class Prefixes:
     """The named blocks of one pool. block_tokens: None where nothing is to be found again."""
@@ -48,34 +50,45 @@ class Prefixes:
             lineage = self._lineage(group.sharing.salt, lossiest((came_by, group.held.lossiest)))
             group.naming = Naming(lineage, Chain(lineage))
 
+    def fork(self, group: Group) -> Naming | None:
+        """For a choice that goes on behind the trunk; the trunk's names are made once for all of them."""
+        if group.naming is None:
+            return None
+        chain, whole = group.naming.chain, group.trunk_len - group.trunk_len % self._block_tokens
+        chain.extend(group.trunk[chain.num_tokens : whole])
+        return group.naming.fork()
+
     def note_trunk(self, group: Group) -> None:
         """The state of more of its positions has come to be."""
         if group.naming is not None and group.trunk_slot is not None:
             self._note(group.naming, group.trunk, group.trunk_pages, group.computed)
 
     def note_choice(self, group: Group, choice: Choice) -> None:
-        if choice.naming is not None and choice.computed >= choice.naming.chain.num_tokens + self._block_tokens:
+        if choice.naming is not None and choice.computed >= (choice.naming.num_named + 1) * self._block_tokens:
             self._note(choice.naming, (*group.prompt, *choice.outputs), choice.pages, choice.computed)
 
     def _note(self, naming: Naming, tokens: Sequence[int], pages: Sequence[int], computed: int) -> None:
-        start, end = naming.chain.num_tokens, computed - computed % self._block_tokens
-        if end <= start:
+        blocks = computed // self._block_tokens
+        if blocks <= naming.num_named:
             return
-        number = start // self._block_tokens * self._each
-        for key in naming.chain.extend(tokens[start:end]):
+        naming.chain.extend(tokens[naming.chain.num_tokens : blocks * self._block_tokens])
+        keys = naming.chain.keys
+        for block in range(naming.num_named, blocks):
             for part in range(self._each):
-                self._pages.name(pages[number], (key, part))
-                number += 1
+                self._pages.name(pages[block * self._each + part], (keys[block], part))
+        naming.num_named = blocks
 
     def _run(self, lineage: Lineage, tokens: Sequence[int]) -> list[int]:
-        chain, found = Chain(lineage), []
-        for start in range(0, len(tokens) - self._block_tokens, self._block_tokens):
-            (key,) = chain.extend(tokens[start : start + self._block_tokens])
-            pages = [self._pages.find((key, part)) for part in range(self._each)]
-            whole = [page for page in pages if page is not None]
-            if len(whole) < self._each:
-                break
-            found += whole
+        """Names are made as far as they are found, and a little further: most prompts begin like no other."""
+        chain, found = Chain(lineage), list[int]()
+        end = (len(tokens) - 1) // self._block_tokens * self._block_tokens
+        for start in range(0, end, _AT_ONCE * self._block_tokens):
+            for key in chain.extend(tokens[start : min(end, start + _AT_ONCE * self._block_tokens)]):
+                pages = [self._pages.find((key, part)) for part in range(self._each)]
+                whole = [page for page in pages if page is not None]
+                if len(whole) < self._each:
+                    return found
+                found += whole
         return found
 
     def _lineage(self, salt: str, name: str) -> Lineage:

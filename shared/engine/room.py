@@ -83,7 +83,7 @@ class Room:
             if group.decodes:
                 continue
             if group.is_yieldable or (group.phase is Phase.PREEMPTED and group.in_step):
-                pages += self._capacity.pages.held_by(group.key)
+                pages += self._capacity.pages.held_alone_by(group.key)
                 slots += self._capacity.slots.held_by(group.key)
             if group.phase is Phase.PREEMPTED and group.claims:
                 num_pages, num_slots = self._capacity.wanted(group)
@@ -129,7 +129,7 @@ class Room:
         for victim in sorted(victims, key=lambda g: g.phase is not Phase.PARKED):
             if num_pages <= pages and num_slots <= slots:
                 return
-            pages += self._capacity.pages.held_by(victim.key)
+            pages += self._capacity.pages.held_alone_by(victim.key)
             slots += self._capacity.slots.held_by(victim.key)
             self._send_away(victim, effects)
 
@@ -159,7 +159,7 @@ class Room:
         self._stats.preemptions_stashed += 1
         self.saves.append(Save(group.key, group.saved, pages, slots))
         group.in_step = True
-        return self._capacity.pages.held_by(group.key)
+        return self._capacity.pages.held_alone_by(group.key)
 
     def _come_back(self, group: Group, effects: StepEffects) -> None:
         """It has pages: its state is loaded, or it begins again."""

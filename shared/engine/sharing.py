@@ -28,11 +28,12 @@ NOTHING = Held()
 
 @dataclass(slots=True)
 class Naming:
-    """The names of one sequence's blocks. chain: over those that have theirs."""
+    """The names of one sequence's blocks: the first num_named of the chain's keys are given."""
 
     lineage: Lineage
     chain: Chain
+    num_named: int = 0
 
     def fork(self) -> "Naming":
         """For a sequence that goes on otherwise from here."""
-        return Naming(self.lineage, self.chain.fork())
+        return Naming(self.lineage, self.chain.fork(), self.num_named)

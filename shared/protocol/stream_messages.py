@@ -65,7 +65,7 @@ class StreamRequest(WireModel):
     timings: bool = False
     token_ids: bool = False
     tell_baton: bool = False
-    path: Literal["auto", "remote", "local"] = "auto"
+    path: Literal["auto", "remote", "local", "hybrid"] = "auto"
     strict: bool = False
     kv_precision: KvPrecision = "lossless"
     priority: Priority = 0

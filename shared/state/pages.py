@@ -10,8 +10,8 @@ from shared.runtime.errors import PoolExhausted
 
 
 class PageAllocator:
-    """Units 0..num_units-1 with reference counts. Hands out the lowest free ids first, so runs stay long and a run of
-    calls has one outcome. Invariant: `free + held == total`.
+    """Units 0..num_units-1 with reference counts. Hands out the lowest free ids first, in order, so runs stay long and
+    a run of calls has one outcome. Invariant: `free + held == total`.
 
     Every reference belongs to an owner (any hashable); giving back what one does not hold raises ValueError.
 
@@ -54,7 +54,7 @@ class PageAllocator:
             raise ValueError(f"cannot take {count} units")
         if count > self.free:
             raise PoolExhausted(f"{count} units wanted, {self.free} of {self._total} are free")
-        units = [heapq.heappop(self._free) if self._free else self._take_idle() for _ in range(count)]
+        units = sorted(heapq.heappop(self._free) if self._free else self._take_idle() for _ in range(count))
         self._add(units, owner)
         return units
 
@@ -130,6 +130,10 @@ class PageAllocator:
     def held_by(self, owner: Hashable) -> int:
         """Different units `owner` holds."""
         return len(self._owners.get(owner, ()))
+
+    def held_alone_by(self, owner: Hashable) -> int:
+        """Different units that would come free if `owner` gave everything back."""
+        return sum(self._references[unit] == count for unit, count in self._owners.get(owner, Counter()).items())
 
     def _add(self, units: Iterable[int], owner: Hashable) -> None:
         mine = self._owners.setdefault(owner, Counter())

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.engine.sharing import Held, Sharing
 from shared.protocol.messages import ComponentDigest
@@ -21,7 +21,8 @@ UnitTables = tuple[tuple[int, ...], ...]
 class Loading:
     """What is to be loaded, and where to. trunk: the tokens whose state the ticket needs; the last one's is computed in
     any case. held: what of it is in the ticket's pages already. deadline: the clock's time. answer_s: how long the
-    stores are asked; None: as the client does. is_worth: whether to load so many positions, once they are found."""
+    stores are asked; None: as the client does. is_worth: whether to load so many positions, once they are found. doors:
+    where the ticket's owner notes which keys are open at its sidecar; to be fenced before its pages come free."""
 
     key: TicketKey
     secret: bytes
@@ -33,6 +34,7 @@ class Loading:
     on_first_bytes: Callable[[TicketKey], None] = lambda key: None
     answer_s: float | None = None
     is_worth: Callable[[int], bool] = lambda num_tokens: True
+    doors: list[TicketKey] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +57,31 @@ async def load_blocks(deps: Deps, link: Link, stores: Stores, loading: Loading) 
     found, came_by = await find_blocks(deps, stores, loading)
     if found is None:
         return Loaded(loading.held.num_tokens, loading.held.lossiest)
-    units = stores.engine.unit_tables(loading.key)
-    return await bring_blocks(deps, link, stores, loading, units, found, came_by)
+    try:
+        if not loading.is_worth(found.num_blocks * stores.block_tokens):
+            return Loaded(loading.held.num_tokens, loading.held.lossiest)
+        units = stores.engine.unit_tables(loading.key)
+        return await bring_blocks(deps, link, stores, loading, units, found, came_by)
+    finally:
+        deps.spawn(stores.client.release(found), f"release-lease-{loading.key.room}")
 
 
 async def bring_blocks(
     deps: Deps, link: Link, stores: Stores, loading: Loading, units: UnitTables, found: Found, came_by: str
 ) -> Loaded:
-    """What was found, into these units; its lease ends with that, however it does. Raises as `load_blocks`."""
+    """What was found, into these units; its lease is the caller's. Raises as `load_blocks`. Where a cancellation leaves
+    the door open, it is among `loading.doors`."""
     key, held_len = loading.key, loading.held.num_tokens
+    loading.doors.append(key)
     try:
-        if not loading.is_worth(found.num_blocks * stores.block_tokens):
-            return Loaded(held_len, loading.held.lossiest)
         await link.open(key, loading.secret, units, loading.on_first_bytes, held_len, EXACT_FORMATS)
-        try:
-            reply = await stores.client.load(
-                found, key, loading.secret, link.address, loading.deadline, priority=loading.priority
-            )
-            await stores.client.check(key, reply)
-        finally:
-            await link.fence(key)
+        reply = await stores.client.load(
+            found, key, loading.secret, link.address, loading.deadline, priority=loading.priority
+        )
+        await stores.client.check(key, reply)
     finally:
-        deps.spawn(stores.client.release(found), f"release-lease-{key.room}")
+        await link.fence(key)
+        loading.doors.remove(key)
     deps.counters.add("blocks_loaded", reply.num_blocks)
     return Loaded(held_len + reply.num_blocks * stores.block_tokens, came_by, reply.components)
 

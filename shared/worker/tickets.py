@@ -44,7 +44,8 @@ class Orphaned:
 
 class LiveTicket(Generic[O, S]):
     """Belongs to the desk's table from the verdict until its pages are free. past: what its choices have given out
-    before, where they go on from there. sharing: with whom it shares its state.
+    before, where they go on from there. sharing: with whom it shares its state. doors: keys
+    under which stores may write into its pages.
 
     Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
     """
@@ -64,6 +65,7 @@ class LiveTicket(Generic[O, S]):
         self.past: Past = NEW
         self.orphaned = Orphaned()
         self.sharing = Sharing()
+        self.doors: list[TicketKey] = []
         self._step = step
         self._counters = counters
 

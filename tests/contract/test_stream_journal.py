@@ -3,11 +3,12 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
-from services.gateway.generation import GenerationRequest, TokenEvent
+from services.gateway.generation import GenerationRequest, PathPolicy, TokenEvent
 from services.gateway.streams.journal import Journal
 from services.gateway.streams.ledger import PART_TOKENS, Ledger
 from services.gateway.streams.records import plan_of, request_of, tape_of
@@ -286,6 +287,13 @@ class TestNats(JournalContract):
                 await journal.read(stream)
             await journal.remove(stream, (), "one")
             await bus.close()
+
+
+@pytest.mark.parametrize("path", get_args(PathPolicy))
+def test_every_path_can_be_written_down(path: PathPolicy) -> None:
+    plan = plan_of(REQUEST, 9.0, 60.0)
+    asked = replace(plan, requests=tuple(replace(request, path=path) for request in plan.requests))
+    assert plan_of(request_of(asked, "k", 1), 9.0, 60.0) == asked
 
 
 def test_a_plan_comes_back_as_it_was() -> None:

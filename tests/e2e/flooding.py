@@ -43,11 +43,11 @@ class FloodedCluster(RealCluster):
         found = self._direct.get(f"{self._monitoring}/connz", params={"limit": 1024}).json()
         return {connection.get("name", ""): connection for connection in found["connections"]}
 
-    def cut_off(self, peer: str) -> list[str]:
-        """Why the server ended each connection of this client that is over."""
+    def ended(self, peer: str) -> Counter[str]:
+        """Connections of this client that are over, by why."""
         query = {"limit": 1024, "state": "closed"}
         found = self._direct.get(f"{self._monitoring}/connz", params=query).json()["connections"]
-        return [str(connection["reason"]) for connection in found if connection.get("name") == peer]
+        return Counter(str(connection["reason"]) for connection in found if connection.get("name") == peer)
 
     def num_slow_consumers(self) -> int:
         return int(self._direct.get(f"{self._monitoring}/varz").json()["slow_consumers"])

@@ -19,6 +19,7 @@ from tests.support_noise import LISTENERS
 Processes = dict[str, tuple[int, str]]
 PROMPTS = [[7, 3, 9, 1] * k + [k] for k in (1, 3, 10, 30)]
 EARLY = ("early_destinations_unknown", "early_destinations_refused")
+COUNTED = ("received_replay", "bus_dropped", "bus_disconnects", "bus_reconnects")
 GROWTH_BYTES = 32 << 20
 """What a process's memory may grow by in a flood, after one of the same kind that was short. A message that leaves 100
 bytes behind would grow it by three times as much in the long one."""
@@ -60,10 +61,6 @@ async def served(cluster: FloodedCluster, at_least: int) -> AsyncIterator[None]:
 
 def processes(cluster: FloodedCluster) -> Processes:
     return {w["id"]: (w["pid"], w["boot_id"]) for w in cluster.workers() if not w["id"].startswith("ghost")}
-
-
-def num_handled(counters: Counter[str]) -> int:
-    return counters["received_replay"] + counters["bus_dropped"]
 
 
 def check_books(cluster: FloodedCluster, intruder: Intruder, before: dict[str, Counter[str]], slow_before: int) -> None:
@@ -161,22 +158,18 @@ async def test_a_million_random_messages(cluster: FloodedCluster) -> None:
 
 async def test_more_than_can_be_handled_is_dropped_and_counted(cluster: FloodedCluster) -> None:
     """Without waiting for answers: what does not fit in the queues of D is lost, which is what NATS may do as well, and
-    is in the books. Where D is kept from reading so long that the server cuts it off, these say that instead."""
+    is in the books. Where D is kept from reading so long that its connection ends, these say that instead."""
     alive, count = processes(cluster), 30_000
     async with Intruder(cluster, seed=9) as intruder:
-        before, slow_before = cluster.metrics("decode"), cluster.num_slow_consumers()
+        books = Books(cluster, intruder)
         replay = next(sent for sent in intruder.noise.questions() if sent[0].endswith("replay"))
         for _ in range(count):
             await intruder.publish(*replay)
         await intruder.flush()
-
-        def is_accounted_for() -> bool:
-            is_all = num_handled(cluster.metrics("decode")) - num_handled(before) == count
-            return is_all or was_cut_off(cluster, intruder, before, slow_before)
-
-        await asyncio.to_thread(poll, is_accounted_for, lambda: f"{cluster.metrics('decode')} after {before}", 120.0)
-        if num_handled(cluster.metrics("decode")) - num_handled(before) == count:
-            assert cluster.num_slow_consumers() == slow_before
+        is_accounted_for = lambda: books.num_handled == count or books.connection_was_lost  # noqa: E731
+        await asyncio.to_thread(poll, is_accounted_for, lambda: f"not {count}: {books}", 120.0)
+        assert books.num_handled <= count
+        assert books.num_slow == sum(n for why, n in books.ended.items() if why.startswith("Slow Consumer")), str(books)
     await check_returned(cluster, alive)
 
 
@@ -184,28 +177,56 @@ async def test_who_does_not_read_is_cut_off_comes_back_and_says_so(cluster: Floo
     """The server holds 64 MiB for a client, and what D had not read by then nobody counts."""
     alive, count = processes(cluster), 150
     async with Intruder(cluster, seed=10) as intruder:
-        before, slow_before = cluster.metrics("decode"), cluster.num_slow_consumers()
+        books = Books(cluster, intruder)
         replay = next(sent for sent in intruder.noise.questions() if sent[0].endswith("replay"))
         pid = cluster.signal("decode-0", signal.SIGSTOP)
         try:
             for _ in range(count):
                 await intruder.publish(replay[0], b"x" * (1 << 20), "")
                 await intruder.flush()
-            poll(lambda: cluster.num_slow_consumers() > slow_before, "the server waits for D without end", 60.0)
+            await asyncio.to_thread(poll, lambda: books.num_slow, "the server waits for D without end", 60.0)
         finally:
             os.kill(pid, signal.SIGCONT)
-        back = lambda: was_cut_off(cluster, intruder, before, slow_before)  # noqa: E731
-        await asyncio.to_thread(poll, back, lambda: f"{cluster.metrics('decode')} after {before}", 60.0)
-        assert num_handled(cluster.metrics("decode")) - num_handled(before) < count
+        await asyncio.to_thread(poll, lambda: books.connection_was_lost, lambda: f"not back: {books}", 60.0)
+        assert {why.partition(" (")[0] for why in books.ended} == {"Slow Consumer"}
+        assert books.num_handled < count
     await check_returned(cluster, alive)
 
 
-def was_cut_off(cluster: FloodedCluster, intruder: Intruder, before: Counter[str], slow_before: int) -> bool:
-    """The server has ended connections of D since then for not being read, and D knows of each and has a new one."""
-    peer, now = intruder.noise.target.peers["decode"], cluster.metrics("decode")
-    lost, back = (now[name] - before[name] for name in ("bus_disconnects", "bus_reconnects"))
-    reasons = [reason for reason in cluster.cut_off(peer) if reason.startswith("Slow Consumer")]
-    return 0 < lost == back <= len(reasons) and cluster.num_slow_consumers() - slow_before == lost
+class Books:
+    """What D and the server say has become of replays since this was made."""
+
+    def __init__(self, cluster: FloodedCluster, intruder: Intruder) -> None:
+        self._cluster, self._peer = cluster, intruder.noise.target.peers["decode"]
+        self._before = self._now()
+
+    def __str__(self) -> str:
+        return f"{self._since(*COUNTED)}, ended: {dict(self.ended)}, slow consumers: {self.num_slow}"
+
+    @property
+    def num_handled(self) -> int:
+        return sum(self._since("received_replay", "bus_dropped"))
+
+    @property
+    def connection_was_lost(self) -> bool:
+        """D has lost connections and has one again, and the server knows of each that it is over."""
+        lost, back = self._since("bus_disconnects", "bus_reconnects")
+        return 0 < lost == back == self.ended.total()
+
+    @property
+    def ended(self) -> Counter[str]:
+        return self._cluster.ended(self._peer) - self._before[1]
+
+    @property
+    def num_slow(self) -> int:
+        return self._cluster.num_slow_consumers() - self._before[2]
+
+    def _since(self, *names: str) -> list[int]:
+        now = self._cluster.metrics("decode")
+        return [now[name] - self._before[0][name] for name in names]
+
+    def _now(self) -> tuple[Counter[str], Counter[str], int]:
+        return self._cluster.metrics("decode"), self._cluster.ended(self._peer), self._cluster.num_slow_consumers()
 
 
 async def check_returned(cluster: FloodedCluster, alive: Processes) -> None:

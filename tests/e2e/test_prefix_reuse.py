@@ -20,7 +20,7 @@ TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    directory, settings = tmp_path_factory.mktemp("reuse"), {"common.kv_bytes": "48MiB", "sidecar.transfer": "tcp"}
+    directory, settings = tmp_path_factory.mktemp("reuse"), {"common.kv_bytes": "96MiB", "sidecar.transfer": "tcp"}
     with RealCluster(directory, prefill=2, decode=2, settings=settings, reuse=True, store=True) as running:
         running.expect_trouble = True
         yield running
@@ -158,7 +158,7 @@ def test_a_decode_worker_that_has_less_than_was_thought_costs_an_attempt_and_no_
     with ThreadPoolExecutor(2) as both:  # one at each, since each counts what it has ahead
         list(both.map(fill, range(100, 100 + 2 * (tokens // 700 + 1))))
     again = ask(cluster, prompt, salt="gone")
-    assert again.path == "remote"
+    assert again.path in ("remote", "hybrid")
     assert timings(again)["attempts"] == 2
     assert timings(again)["recoveries"] == 0
     differs({"prompt": prompt}, first, again)

@@ -24,9 +24,10 @@ LARGEST_FILE_BYTES = 100_000
 
 @pytest.fixture(scope="module")
 def bodies() -> list[dict[str, Any]]:
-    """Prompts of two to four blocks, every other sampling there is, and one with two choices."""
-    samplings = [*SAMPLINGS[::2], SAMPLINGS[7]]
-    return [BASE | {"prompt": prompt_of(140 + 29 * k, k)} | sampling for k, sampling in enumerate(samplings)]
+    """Prompts of two to four blocks, every other sampling there is, and one with two choices. Nothing of a new
+    prompt comes out of the stores: only what is lost later does."""
+    base, samplings = BASE | {"baton": {"timings": True, "path": "remote"}}, [*SAMPLINGS[::2], SAMPLINGS[7]]
+    return [base | {"prompt": prompt_of(140 + 29 * k, k)} | sampling for k, sampling in enumerate(samplings)]
 
 
 def started(directory: Path, settings: Mapping[str, object], **more: Any) -> RealCluster:

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, PathPolicy
-from services.prefill.flow import PrefillFlowSettings
+from services.prefill.parts import PrefillFlowSettings
 from shared.bus.memory import Envelope, MemoryHub
 from shared.engine.settings import EngineSettings
 from shared.protocol.messages import SamplingSpec

@@ -1,10 +1,10 @@
 """Who holds and who touches each page and slot of one simulated worker, checked whenever that changes."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from shared.engine.batch import Arrival, CopyPage, Row, StepPlan
+from shared.engine.batch import Arrival, CopyPage, StepPlan
 from shared.engine.effects import StepEffects
 from shared.state.components import IndexKind
 from shared.state.pages import PageAllocator
@@ -67,7 +67,7 @@ class PoolAudit:
 
         async def watched_step(plan: StepPlan) -> StepEffects:
             self._in_step = list(_units_of(plan))
-            self._written = {page for row in plan.rows for page in _written_by(row, worker.pool.layout.page_tokens)}
+            self._written = set(_written_by(plan, worker.pool.layout.page_tokens))
             observer.event(f"{worker.name} step of {plan.num_tokens}")
             self.check()
             try:
@@ -144,8 +144,17 @@ class PoolAudit:
         self._observer.pool_changed(self)
 
 
-def _written_by(row: Row, page_tokens: int) -> tuple[int, ...]:
-    return row.pages[row.start // page_tokens : -(-row.end // page_tokens)]
+def _written_by(plan: StepPlan, page_tokens: int) -> Iterator[int]:
+    """Pages."""
+    for row in plan.rows:
+        yield from row.pages[row.start // page_tokens : -(-row.end // page_tokens)]
+    for load in plan.loads:
+        yield from (page for _, page in load.pages)
+    for copy in plan.copies:
+        if isinstance(copy, Arrival):
+            yield from copy.pages
+        elif isinstance(copy, CopyPage):
+            yield copy.target
 
 
 def _units_of(plan: StepPlan) -> Iterable[tuple[bool, int, Hashable]]:

@@ -99,6 +99,34 @@ def test_what_was_half_sent_is_found_by_nobody(mishap: Mishap) -> None:
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_answers_of_one_token_leave_their_prompt_with_prefill_alone(n: int) -> None:
+    """Nothing is sent to D, so nothing is thought to be there; usage says what P had all the same."""
+
+    async def scenario() -> None:
+        async with Cluster(reuse=True) as cluster:
+            one = SAMPLED | {"max_tokens": 1, "n": n}
+            answers = [await cluster.ask(PROMPT, **one) for _ in range(4)]
+            assert [told(answer) for answer in answers] == [("remote", 0, 0), *[("remote", 24, 0)] * 3]
+            assert {answer.timings["attempts"] for answer in answers} == {1}
+            assert len({str(answer.tokens) for answer in answers}) == 1
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
+def test_a_prompt_of_whole_blocks_is_found_but_for_the_last() -> None:
+    async def scenario() -> None:
+        async with Cluster(reuse=True) as cluster:
+            prompt = prompt_of(32)
+            answers = [await cluster.ask(prompt, **SAMPLED) for _ in range(3)]
+            assert [told(answer) for answer in answers] == [("remote", 0, 0), *[("local", 24, 24)] * 2]
+            assert {answer.timings["attempts"] for answer in answers} == {1}
+            await cluster.settle()
+
+    run_virtual(scenario())
+
+
 def test_a_restarted_worker_is_another_one_that_has_nothing() -> None:
     async def scenario() -> None:
         async with Cluster(reuse=True, decodes=1) as cluster:

@@ -1,19 +1,21 @@
 """What workers make of a kvstore: blocks go there as they complete and come back into another worker's pages, and where
 it fails nothing is lost but the blocks. Everything is real but the engines, of which only the pages matter."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
+from services.decode.history import stored_history
 from services.decode.loading import Loaded, load_stored
 from services.decode.ticket import DecodeTicket
 from services.kvstore.service import KvstoreService
 from shared.engine.api import Engine
 from shared.engine.lending import Loan
 from shared.protocol.messages import Reserve, SamplingSpec
-from shared.runtime.errors import StoreError
+from shared.runtime.errors import Corrupt, PeerLost, StoreError
 from shared.runtime.ids import new_room
 from shared.state.layout import PoolLayout
 from shared.store.client import StoreClient, StoreClientSettings
@@ -285,3 +287,73 @@ def damage(store: KvstoreService, key: bytes) -> None:
     assert entry is not None
     assert entry.held is not None
     namespace.parts(entry.held.unit)[2][5] ^= 1
+
+
+def rows(bench: Bench, start: int, end: int) -> list[bytes]:
+    """Of these blocks."""
+    each = BLOCK // bench.lender.layout.page_tokens
+    return bench.worker.rows(bench.lender.own[start * each : end * each])
+
+
+async def test_the_beginning_comes_while_somebody_else_fills_the_rest(ends: Ends, store: KvstoreService) -> None:
+    """Under a key of its own, into the units of the beginning alone."""
+    putter, *loaders = ends
+    bench, tokens = Bench(putter, 4), tokens_of("hybrid", 3 * BLOCK + 5)
+    await stored(bench, tokens)
+    for loader in loaders:
+        other = Bench(loader, 4)
+        before, ticket = rows(other, 3, 4), other.ticket(tokens)
+        async with stored_history(loader.deps, loader.side.link, other.stores, ticket):
+            assert ticket.given.num_tokens == 3 * BLOCK
+        parts = [(rows(bench, 0, 3), rows(other, 0, 3)), (before, rows(other, 3, 4))]
+        assert all(there == here for there, here in parts)
+        assert ticket.timings.loaded_tokens == 3 * BLOCK
+        assert ticket.timings.loaded_bytes > 0
+        assert ticket.doors == []
+    await until(lambda: at_rest(store.report()))
+
+
+@pytest.mark.parametrize("what", ["fails", "brings less"])
+async def test_a_beginning_that_does_not_come_ends_the_ticket_and_is_nobodys_fault(
+    ends: Ends, store: KvstoreService, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    putter, loader, _ = ends
+    tokens = tokens_of(f"hybrid {what}", 2 * BLOCK + 1)
+    await stored(Bench(putter, 2), tokens)
+    other = Bench(loader, 2)
+    ticket, load = other.ticket(tokens), other.stores.client.load
+
+    async def spoiled(*args: Any, **more: Any) -> Any:
+        if what == "fails":
+            raise PeerLost("gone")
+        return await load(*args, **more, num_blocks=1)
+
+    monkeypatch.setattr(other.stores.client, "load", spoiled)
+    with pytest.raises(StoreError, match="did not come" if what == "fails" else "64 positions came of 128"):
+        async with stored_history(loader.deps, loader.side.link, other.stores, ticket):
+            await asyncio.sleep(30.0)
+    assert ticket.doors == []
+    await until(lambda: at_rest(store.report()))
+
+
+async def test_who_leaves_while_the_beginning_comes_leaves_nothing(ends: Ends, store: KvstoreService) -> None:
+    putter, loader, _ = ends
+    tokens = tokens_of("hybrid left", 2 * BLOCK + 1)
+    await stored(Bench(putter, 2), tokens)
+    other = Bench(loader, 2)
+    ticket = other.ticket(tokens)
+    with pytest.raises(Corrupt):
+        async with stored_history(loader.deps, loader.side.link, other.stores, ticket):
+            raise Corrupt("the rest was spoiled")
+    assert ticket.doors == []
+    await until(lambda: at_rest(store.report()))
+
+
+async def test_what_no_store_has_is_left_to_whoever_computes_it(ends: Ends) -> None:
+    loader = ends[1]
+    other, tokens = Bench(loader, 2), tokens_of("hybrid unknown", 2 * BLOCK + 1)
+    ticket = other.ticket(tokens)
+    async with stored_history(loader.deps, loader.side.link, other.stores, ticket):
+        assert ticket.given == ticket.held
+    async with stored_history(loader.deps, loader.side.link, None, ticket):
+        assert ticket.given == ticket.held

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.prefixes import Beginning, Prefixes
-from services.gateway.router import DefaultPolicy, Demand, Fleet, Route
+from services.gateway.prefixes import STORES, Beginning, Prefixes
+from services.gateway.router import DefaultPolicy, Demand, Fleet
 from services.gateway.workers import Worker
 from tests.unit.gateway.reports import AUTO, report
 
@@ -22,6 +22,12 @@ def holding(demand: Demand, near: int = 0, **held: int) -> Demand:
     return replace(demand, held={f"{name}-b0": tokens for name, tokens in held.items()}, near=near)
 
 
+def keys_of(prefixes: Prefixes, salt: str, tokens: list[int]) -> tuple[bytes, ...]:
+    chain = prefixes.chain(salt)
+    chain.extend(tokens)
+    return chain.keys
+
+
 def chosen(demand: Demand, *workers: Worker) -> tuple[str, str | None]:
     prefills = [w for w in workers if w.report.role == "prefill"]
     decodes = [w for w in workers if w.report.role == "decode"]
@@ -32,24 +38,24 @@ def chosen(demand: Demand, *workers: Worker) -> tuple[str, str | None]:
 
 def test_the_longest_beginning_of_each_worker_is_known() -> None:
     prefixes = Prefixes(BLOCK)
-    prefixes.note("p", prefixes.keys("us", TOKENS[:30]))
-    prefixes.note("d", prefixes.keys("us", TOKENS))
-    assert prefixes.held(prefixes.keys("us", TOKENS[:50])) == {"p": 24, "d": 48}
-    assert prefixes.held(prefixes.keys("us", [*TOKENS[:20], 1, 2, 3, 4, 5, 6])) == {"p": 16, "d": 16}
-    assert prefixes.held(prefixes.keys("them", TOKENS)) == {}
-    assert prefixes.held(prefixes.keys("us", TOKENS[:7])) == {}
+    prefixes.note("p", keys_of(prefixes, "us", TOKENS[:30]))
+    prefixes.note("d", keys_of(prefixes, "us", TOKENS))
+    assert prefixes.held(keys_of(prefixes, "us", TOKENS[:50])) == {"p": 24, "d": 48}
+    assert prefixes.held(keys_of(prefixes, "us", [*TOKENS[:20], 1, 2, 3, 4, 5, 6])) == {"p": 16, "d": 16}
+    assert prefixes.held(keys_of(prefixes, "them", TOKENS)) == {}
+    assert prefixes.held(keys_of(prefixes, "us", TOKENS[:7])) == {}
 
 
 def test_what_lies_behind_a_gap_does_not_count() -> None:
     prefixes = Prefixes(BLOCK)
-    keys = prefixes.keys("us", TOKENS)
+    keys = keys_of(prefixes, "us", TOKENS)
     prefixes.note("d", (*keys[:2], *keys[3:]))
     assert prefixes.held(keys) == {"d": 16}
 
 
 def test_a_worker_that_is_gone_or_has_less_is_not_thought_of() -> None:
     prefixes = Prefixes(BLOCK)
-    keys = prefixes.keys("us", TOKENS)
+    keys = keys_of(prefixes, "us", TOKENS)
     for peer in ("d-one", "e-one"):
         prefixes.note(peer, keys)
     prefixes.forget("d-one")
@@ -60,36 +66,58 @@ def test_a_worker_that_is_gone_or_has_less_is_not_thought_of() -> None:
 
 def test_what_nobody_asked_about_goes_first_and_ends_before_beginnings() -> None:
     prefixes = Prefixes(BLOCK, most_blocks=6)
-    old, new = prefixes.keys("us", TOKENS[:24]), prefixes.keys("them", TOKENS[:32])
+    old, new = keys_of(prefixes, "us", TOKENS[:24]), keys_of(prefixes, "them", TOKENS[:32])
     prefixes.note("d", old)
     prefixes.note("d", new)
     assert (len(prefixes), prefixes.held(old), prefixes.held(new)) == (6, {"d": 16}, {"d": 32})
     prefixes.held(old)
-    prefixes.note("d", prefixes.keys("others", TOKENS[:8]))
+    prefixes.note("d", keys_of(prefixes, "others", TOKENS[:8]))
     assert prefixes.held(old) == {"d": 16}
     assert prefixes.held(new) == {"d": 24}
 
 
+def beginning(prefixes: Prefixes, tokens: list[int], *, is_there: bool = True) -> Beginning:
+    begun = Beginning(prefixes, "us", lambda peer: is_there)
+    begun.grow(tokens)
+    return begun
+
+
 @pytest.mark.parametrize(("blocks", "held"), [(BLOCK, 16), (2 * BLOCK, 0), (None, 0)])
 def test_workers_that_find_nothing_again_or_by_other_blocks_hold_nothing(blocks: int | None, held: int) -> None:
-    beginning = Beginning(Prefixes(BLOCK), "us")
-    beginning.renew(TOKENS[:20])
-    decode = worker("decode", "d0", block_tokens=blocks)
-    beginning.sent(Route(decode, worker("prefill", "p0")))
-    assert beginning.held().get("d0-b0", 0) == held
-    assert beginning.held()["p0-b0"] == 16
-    beginning.gone("d0-b0")
-    assert beginning.held() == {"p0-b0": 16}
+    begun = beginning(Prefixes(BLOCK), TOKENS[:20])
+    begun.sent(worker("decode", "d0", block_tokens=blocks), worker("prefill", "p0"))
+    assert begun.held().get("d0-b0", 0) == held
+    assert begun.held()["p0-b0"] == 16
+    begun.gone("d0-b0")
+    assert begun.held() == {"p0-b0": 16}
+
+
+def test_a_worker_that_died_meanwhile_is_not_noted() -> None:
+    begun = beginning(Prefixes(BLOCK), TOKENS[:20], is_there=False)
+    begun.sent(worker("decode", "d0"))
+    assert begun.held() == {}
+
+
+def test_the_block_of_the_last_position_cannot_be_had() -> None:
+    """A worker finds whole blocks, and never all of a prompt."""
+    prefixes = Prefixes(BLOCK)
+    beginning(prefixes, TOKENS).sent(worker("decode", "d0"))
+    assert [beginning(prefixes, TOKENS[:n]).held() for n in (8, 9, 16, 17)] == [
+        {"d0-b0": 0},
+        {"d0-b0": 8},
+        {"d0-b0": 8},
+        {"d0-b0": 16},
+    ]
 
 
 def test_an_answer_that_has_grown_is_its_decode_workers() -> None:
-    beginning = Beginning(Prefixes(BLOCK), "us")
-    route = Route(worker("decode", "d0"), worker("prefill", "p0"))
-    beginning.renew(TOKENS[:20])
-    beginning.sent(route)
-    beginning.grown(route, TOKENS[:60])
-    beginning.renew(TOKENS[:70])
-    assert beginning.held() == {"p0-b0": 16, "d0-b0": 56}
+    prefixes = Prefixes(BLOCK)
+    begun = beginning(prefixes, TOKENS[:20])
+    begun.sent(worker("decode", "d0"), worker("prefill", "p0"))
+    begun.grow(TOKENS[:60])
+    begun.sent(worker("decode", "d0"))
+    begun.kept(35)
+    assert beginning(prefixes, TOKENS[:70]).held() == {"p0-b0": 16, "d0-b0": 56, STORES: 32}
 
 
 def test_a_beginning_outweighs_one_prompt_ahead_and_no_more() -> None:
@@ -113,6 +141,37 @@ def test_the_decode_worker_with_most_of_the_prompt_is_chosen_while_it_has_room_e
         assert chosen(holds, prefill, *decodes)[0] == name
 
 
+def test_little_of_a_prompt_counts_for_nothing() -> None:
+    prefill, decodes = worker("prefill", "p0"), [worker("decode", "d0", 90), worker("decode", "d1", 60)]
+    assert chosen(holding(AUTO, d1=39), prefill, *decodes)[0] == "d0"
+    assert chosen(holding(AUTO, d1=40), prefill, *decodes)[0] == "d1"
+
+
+def test_a_beginning_that_all_have_in_common_goes_round() -> None:
+    """Those who hold it have no more under way than a quarter above the mean, and one; the others get it so."""
+    workers = [worker("prefill", "p0"), *(worker("decode", f"d{k}") for k in range(3))]
+    demand = holding(AUTO, near=40, d1=128)
+    ways: Counter[tuple[str, str | None]] = Counter()
+    for room in range(20):
+        way = chosen(demand, *workers)
+        ways[way] += 1
+        next(w for w in workers if w.report.id == way[0]).pending[room] = 1
+        if way[1] is None:  # nothing of it is free again
+            continue
+        demand = replace(demand, held={**demand.held, f"{way[0]}-b0": 128})
+    assert {way[0] for way in ways} == {"d0", "d1", "d2"}
+    by_decode = [sum(count for way, count in ways.items() if way[0] == f"d{k}") for k in range(3)]
+    assert max(by_decode) - min(by_decode) <= 4
+
+
+@pytest.mark.parametrize(("prompt_len", "near", "least"), [(160, 32, 128), (30, 64, 0)])
+def test_what_it_must_have_is_never_less_than_nothing(prompt_len: int, near: int, least: int) -> None:
+    demand = holding(replace(AUTO, prompt_len=prompt_len), near=near, d0=128)
+    route = DefaultPolicy().choose(demand, Fleet([worker("prefill", "p0")], [worker("decode", "d0")]))
+    assert route is not None
+    assert (route.prefill, route.held_least) == (None, least)
+
+
 def test_what_a_decode_worker_nearly_has_it_computes_itself() -> None:
     prefill, decode, other = worker("prefill", "p0"), worker("decode", "d0", 50), worker("decode", "d1")
     near = holding(AUTO, near=32, d0=128)
@@ -123,9 +182,6 @@ def test_what_a_decode_worker_nearly_has_it_computes_itself() -> None:
     assert chosen(replace(near, avoid=frozenset({"d0-b0"})), prefill, decode, other) == ("d1", "p0")
     full = worker("decode", "d0", 5)
     assert chosen(near, prefill, full, other) == ("d1", "p0")
-    route = DefaultPolicy().choose(near, Fleet([prefill], [decode, other]))
-    assert route is not None
-    assert route.held_least == 128
 
 
 def test_a_short_prompt_that_nobody_has_is_not_near() -> None:

@@ -187,3 +187,20 @@ async def expect(kind: type[BatonError], waiting: Any) -> str:
     with pytest.raises(kind) as caught:
         await waiting
     return caught.value.code
+
+
+async def test_a_demand_is_renewed_when_its_turn_has_come() -> None:
+    """What another request has left behind meanwhile decides where this one goes."""
+    known = registry()
+    for name in ("d0", "d1"):
+        known.observe(report("decode", name, 0))
+    rooms = queue(known)
+    far = asyncio.get_running_loop().time() + 60
+    asked = replace(AUTO, path="local")
+    waiting = asyncio.get_running_loop().create_task(
+        rooms.wait(Waiting(far - 60), asked, 7, far, lambda demand: replace(demand, held={"d1-b0": 144}))
+    )
+    await asyncio.sleep(0.01)
+    for name in ("d0", "d1"):
+        known.observe(report("decode", name, 100, sequence=2))
+    assert (await waiting).decode.report.id == "d1"

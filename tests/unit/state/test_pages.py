@@ -62,7 +62,9 @@ def test_a_named_unit_is_found_until_it_is_taken_as_a_fresh_one() -> None:
     assert pages.find("x") == 0
     pages.adopt([0], "b")
     assert (pages.free, pages.held_by("b")) == (2, 1)
-    assert pages.take(2, "c") == [2, 1], "one without a name first"
+    assert pages.take(1, "c") == [2], "one without a name first"
+    assert (pages.find("x"), pages.find("y")) == (0, 1)
+    assert pages.take(1, "c") == [1]
     assert (pages.find("x"), pages.find("y")) == (0, None)
 
 
@@ -99,7 +101,7 @@ class AllocatorRules(RuleBasedStateMachine):
             return multiple()
         units = self.pages.take(count, owner)
         assert held.isdisjoint(units)
-        assert units == [*sorted(set(range(8)) - held - set(self.idle)), *self.idle][:count]
+        assert units == sorted([*sorted(set(range(8)) - held - set(self.idle)), *self.idle][:count])
         self.idle = [unit for unit in self.idle if unit not in units]
         for unit in units:
             self.names.pop(unit, None)

@@ -1,7 +1,7 @@
 """What is told of blocks that have several homes, which need not agree."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,15 +30,18 @@ Held = int | None
 @dataclass
 class Homes:
     """A client whose puts end as the script says: for each put, how many leading blocks of the run each home has then.
-    runs: blocks [start, end) of each put."""
+    runs: blocks [start, end) of each put. meanwhile: called while the first one is under way."""
 
     script: list[Sequence[Held]]
     runs: list[tuple[int, int]] = field(default_factory=list)
     block_tokens: int = BLOCK
     are_there: bool = True
+    meanwhile: Callable[[], None] = lambda: None
 
     async def put(self, run: BlockRun, pages: Sequence[int], tenant: str) -> tuple[PutOutcome, ...]:
         self.runs.append((run.first_block, run.first_block + len(run.keys)))
+        if len(self.runs) == 1:
+            self.meanwhile()
         found = self.script[len(self.runs) - 1]
         return tuple(
             PutOutcome(name, error=StoreUnavailable()) if held is AWAY else PutOutcome(name, held, held)
@@ -46,8 +49,11 @@ class Homes:
         )
 
 
-async def puts(script: list[Sequence[Held]], ends: Iterable[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """The runs that are put as so many blocks complete, one after the other, and what was told, in blocks."""
+async def puts(
+    script: list[Sequence[Held]], ends: Iterable[int], meanwhile: int = 0
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """The runs that are put as so many blocks complete, one after the other, and what was told, in blocks. meanwhile:
+    so many complete during the first put."""
     homes, told, tasks = Homes(script), list[int](), list[asyncio.Task[None]]()
 
     def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -60,6 +66,7 @@ async def puts(script: list[Sequence[Held]], ends: Iterable[int]) -> tuple[list[
     stores = Stores(deps, cast(Engine, engine), cast(StoreClient, homes))
     lineage = Lineage("model", block_tokens=BLOCK)
     checkpoint = Checkpoint(deps, stores, TicketKey(1, 1), lineage, range(100), "t", told.append)
+    homes.meanwhile = lambda: checkpoint.reach(meanwhile * BLOCK)
     for end in ends:
         checkpoint.reach(end * BLOCK)
         await asyncio.gather(*tasks)
@@ -86,3 +93,8 @@ async def test_a_block_counts_once_one_home_has_it_and_all_before(
 ) -> None:
     """What some home lacks is offered again from the chain's beginning on, and what is told only rises."""
     assert await puts(script, range(2, 2 + len(script))) == (runs, told)
+
+
+async def test_what_completes_while_nobody_takes_what_comes_before_counts_for_nothing() -> None:
+    runs, told = await puts([(0, 0), (0, 0), (4, 4)], (2, 4), meanwhile=3)
+    assert (runs, told) == ([(0, 2), (2, 3), (0, 4)], [4])
