@@ -44,6 +44,9 @@ def up(
     ] = None,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
     kvstore: Annotated[int, typer.Option(help="Stores of blocks.", min=0)] = 1,
+    gateway: Annotated[
+        int, typer.Option(help="Gateways; --port is the first one's, the others' are free ones.", min=1)
+    ] = 1,
     port: Annotated[
         int | None,
         typer.Option("--port", "--gateway-port", help="Port clients reach; 0: a free one. [default: 8000]"),
@@ -88,6 +91,7 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         num_kvstore=kvstore,
+        num_gateway=gateway,
         port=port,
         model=model,
         device=device,

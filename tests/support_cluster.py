@@ -50,6 +50,7 @@ class RealCluster:
         directory: Path,
         prefill: int = 1,
         decode: int = 1,
+        gateway: int = 1,
         settings: Mapping[str, object] | None = None,
         restart: bool = True,
         warm: bool = True,
@@ -62,7 +63,8 @@ class RealCluster:
         directory.mkdir(parents=True, exist_ok=True)
         self.state_dir = directory / "state"
         self.log_file = directory / "baton.log"
-        self.num_prefill, self.num_decode, self.num_kvstore = prefill, decode, kvstores
+        self.num_prefill, self.num_decode = prefill, decode
+        self.num_kvstore, self.num_gateway = kvstores, gateway
         self.url = ""
         self.expect_trouble = False
         self._warm = warm and model is None
@@ -71,6 +73,7 @@ class RealCluster:
         self._flags += [*(["--prefill", str(prefill)] if prefill else []), "--decode", str(decode), *flags]
         self._flags += ["--kvstore", str(kvstores)] if kvstores != 1 else []
         self._flags += ["--model", model] if model else []
+        self._flags += ["--gateway", str(gateway)] if gateway > 1 else []
         self._flags += [] if store else ["--set", "common.store=false"]
         self._flags += [] if reuse else ["--set", "common.prefix_cache=false"]
         self._flags += [] if restart else ["--no-restart"]
@@ -115,8 +118,8 @@ class RealCluster:
         self.url = self._ready_line().split()[1].removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=300.0)
         self._note_family()
-        num_workers = self.num_prefill + self.num_decode
-        num_processes = 1 + self.num_kvstore + 2 * num_workers  # a sidecar's first report may come a little later
+        num_processes = self.num_gateway + self.num_kvstore
+        num_processes += 2 * (self.num_prefill + self.num_decode)  # a sidecar's first report may come a little later
         poll(lambda: len(self.workers()) == num_processes, lambda: f"not {num_processes}: {self.workers()}", 15.0)
         if self._warm:
             self._warm_up()

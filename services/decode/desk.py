@@ -90,6 +90,8 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
     async def on_replay(self, wanted: Replay) -> ReplayReply:
         """Tokens from k, of a live ticket or of one that ended a short while ago."""
         ticket = self.tickets.addressed(wanted)
+        if ticket is not None and wanted.gateway is not None:
+            self.give_to(ticket, wanted.gateway)
         if ticket is not None:
             cause = ticket.state.cause
             entries = tuple(ticket.entry(c, 0) for c in range(len(ticket.choices)))
@@ -125,6 +127,10 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
         elif not ticket.state.committed:
             ticket.end(notice.code, notice.message, by="prefill")
         return Verdict(ok=True)
+
+    def grace_of(self, ticket: DecodeTicket) -> float:
+        """Before its first token there is nothing that another gateway could know it by."""
+        return ticket.order.orphan_grace_s if any(choice.tokens for choice in ticket.choices) else 0.0
 
     def end_unstarted(self, reason: str) -> None:
         for ticket in self.tickets:

@@ -19,6 +19,7 @@ from services.gateway.api.middleware import error_middleware
 from services.gateway.api.status import Status
 from services.gateway.generation import Generator
 from services.gateway.keys import Keyring
+from services.gateway.streams.desk import Streams
 from shared.text.tokenizer import TextModel
 
 DISTRIBUTION = "baton-serving"
@@ -37,7 +38,8 @@ class GatewayDeps:
 
     model_names: what clients may ask for; each is listed. health: None while requests can be served, else why not.
     cluster: the body of GET /cluster. registry: the process's own. guests: who is being served; its owner ends them.
-    keys: who may ask; None: everybody. now: seconds since 1970, for `created`.
+    keys: who may ask; None: everybody. streams: those that can be resumed; None: none can. now: seconds since 1970, for
+    `created`.
     """
 
     generator: Generator
@@ -50,6 +52,7 @@ class GatewayDeps:
     limits: HttpLimits = field(default_factory=HttpLimits)
     guests: Guests = field(default_factory=Guests)
     keys: Keyring | None = None
+    streams: Streams | None = None
     version: str = field(default_factory=installed_version)
     now: Callable[[], float] = time.time
 
@@ -61,7 +64,15 @@ def create_app(deps: GatewayDeps) -> web.Application:
     app = web.Application(client_max_size=deps.limits.body_bytes, middlewares=doors)
     app.on_response_prepare.append(add_headers)
     completions = Completions(
-        deps.generator, deps.text, deps.model_names, deps.max_model_len, deps.limits, metrics, deps.now, deps.guests
+        deps.generator,
+        deps.text,
+        deps.model_names,
+        deps.max_model_len,
+        deps.limits,
+        metrics,
+        deps.now,
+        deps.guests,
+        deps.streams,
     )
     status = Status(
         deps.model_names,
@@ -75,6 +86,7 @@ def create_app(deps: GatewayDeps) -> web.Application:
     )
     app.router.add_post("/v1/chat/completions", completions.chat, name="chat")
     app.router.add_post("/v1/completions", completions.complete, name="completions")
+    app.router.add_get("/v1/streams/{id}", completions.resume, name="streams")
     app.router.add_get("/v1/models", status.models, name="models")
     app.router.add_get("/v1/models/{model:.+}", status.model, name="model")
     app.router.add_get("/health", status.health, name="health")

@@ -16,7 +16,8 @@ from shared.protocol.wire import WireModel
 @dataclass(slots=True)
 class Attempt:
     """state: its machine. box: what arrives for it. history: the request's own. trunk_len: positions
-    whose state it needs first. proven: its legs were seen to work."""
+    whose state it needs first. proven: its legs were seen to work. path: which way the state came, where its route does
+    not say so: it was taken up from another gateway."""
 
     state: machine.Attempt
     box: Letterbox
@@ -27,6 +28,7 @@ class Attempt:
     cancel_legs: bool = False
     has_tokens: bool = False
     proven: bool = False
+    path: str | None = None
 
     @property
     def room(self) -> int:
@@ -89,6 +91,7 @@ def orders_of(
         history=history.told(),
         finished=history.finished(),
         salt=request.salt,
+        orphan_grace_s=request.orphan_grace_s,
         held_least=route.held_least,
         load=route.load,
         load_least=history.stored // 2 if route.path == "store" else 0,  # with less a P would have been sooner

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from services.gateway.admission import RoomQueue, Waiting
+from services.gateway.adoption import adopt
 from services.gateway.attempt import Attempt
 from services.gateway.costs import Estimate, Rates
 from services.gateway.farewells import Farewells
 from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, TokenEvent
-from services.gateway.history import History
+from services.gateway.history import History, Past
 from services.gateway.inbox import Inbox
 from services.gateway.legs import TICK_S, Legs
 from services.gateway.moving import Draining, Moves
@@ -30,6 +31,7 @@ from shared.machines import request as machine
 from shared.machines.stepping import CANCELLED, Cause, Ended
 from shared.protocol import subjects
 from shared.protocol.messages import RollCall
+from shared.protocol.stream_messages import StreamTicket
 from shared.runtime.deps import Deps
 from shared.runtime.errors import (
     BatonError,
@@ -79,28 +81,31 @@ class GatewayFlow:
         self.prefixes.forget(peer)
         self.rooms.breakers.forget(peer)
 
-    def generate(self, request: GenerationRequest) -> "RequestFlow":
-        return RequestFlow(self, request)
+    def generate(self, request: GenerationRequest, past: Past | None = None) -> "RequestFlow":
+        """past: what another gateway has done for it; the generation goes on behind what its client has."""
+        return RequestFlow(self, request, past)
 
 
 class RequestFlow:
     """One request. Implements `Generation`."""
 
-    def __init__(self, g: GatewayFlow, request: GenerationRequest) -> None:
+    def __init__(self, g: GatewayFlow, request: GenerationRequest, past: Past | None) -> None:
         self._g = g
         self._request = request
         self._begun_at = g.deps.clock.now()
         self._deadline = self._begun_at + request.timeout_s
         self._place = Waiting(self._begun_at, request.priority)
         self._failed_peers: frozenset[str] = frozenset()
-        self._history = History.empty(request.sampling.n)
-        self._identity: str | None = None
+        self._past = past or Past(History.empty(request.sampling.n))
+        self._history = self._past.history
+        self._identity = self._past.identity
         self._beginning = Beginning(g.prefixes, request.sharing, g.registry.is_alive)
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
         self._legs: Legs | None = None
-        self._path = "pending"
+        self._path = self._past.path
+        self._is_left = False
         self._stream: AsyncIterator[tuple[TokenEvent, ...]] | None = None
 
     def __aiter__(self) -> AsyncIterator[tuple[TokenEvent, ...]]:
@@ -111,13 +116,16 @@ class RequestFlow:
         generation = 0
         failures = 0
         try:
+            adopted = await self._adopt()
             while True:
-                generation += 1
-                attempt = self._open_attempt(generation)
+                turn: tuple[Attempt, Legs | None] = adopted or (self._open_attempt(generation + 1), None)
+                adopted, (attempt, legs) = None, turn
+                generation = attempt.generation
                 try:
-                    legs = self._legs = await self._wait_for_room(attempt)
-                    attempt.apply(machine.WorkersChosen(generation))
-                    await legs.ask(self._g.deps.clock.now() - self._begun_at)
+                    if legs is None:
+                        legs = self._legs = await self._wait_for_room(attempt)
+                        attempt.apply(machine.WorkersChosen(generation))
+                        await legs.ask(self._g.deps.clock.now() - self._begun_at)
                     self._watch.granted()
                     attempt.apply(machine.Granted(generation))
                     while attempt.box.events or not attempt.done:
@@ -157,6 +165,15 @@ class RequestFlow:
                     self._close_attempt(attempt)
         finally:
             self._g.moves.ended(self)
+
+    async def _adopt(self) -> tuple[Attempt, Legs] | None:
+        """The ticket that another gateway has begun, where it still lives; else it has been lost with that gateway."""
+        adopted = await adopt(self._g, self._request, self._past, self._trunk_len, self._deadline)
+        if adopted is not None:
+            self._attempt, self._legs = adopted
+        elif self._history.begun:
+            self._begin_recovery(PeerLost("its gateway has changed"))
+        return adopted
 
     def _open_attempt(self, generation: int) -> Attempt:
         room = new_room()
@@ -251,7 +268,7 @@ class RequestFlow:
                 self._beginning.sent(legs.route.decode)
         self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
-            self._path = self._path_of(attempt.route, box.taken_over)
+            self._path = attempt.path or self._path_of(attempt.route, box.taken_over)
             self._identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
@@ -320,14 +337,27 @@ class RequestFlow:
         self._history.stored = max(self._history.stored, attempt.box.stored)
         self._beginning.kept(self._history.stored)
         if self._legs is not None:
-            self._legs.end(attempt.state.cause.code if attempt.state.cause else "")
+            self._legs.end(attempt.state.cause.code if attempt.state.cause else "", tell=not self._is_left)
 
     @property
     def path(self) -> str:
         return self._path
 
+    def progress(self) -> Past:
+        """From which another gateway can go on."""
+        attempt, ticket = self._attempt, None
+        if attempt is not None and attempt.box.taken_over:
+            ticket = StreamTicket(room=attempt.room, generation=attempt.generation, decode=attempt.box.legs["decode"])
+        return Past(self._history, self._identity, self._path, ticket, self.cached_tokens)
+
+    def leave(self) -> None:
+        """It is about to end here, and what its decode worker does goes on for another gateway."""
+        self._is_left = self.progress().ticket is not None
+
     @property
     def cached_tokens(self) -> int:
+        if self._past.cached_tokens is not None:
+            return self._past.cached_tokens
         return min(self._watch.cached_tokens, len(self._request.prompt))
 
     def timings(self) -> dict[str, object]:

@@ -19,7 +19,8 @@ DEFAULT_TENANT = "default"
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt and its n choices. sampling.seed is set by the gateway where the client gave none. tenant: by the API
-    key. priority: the smaller the number, the sooner its turn. cache_salt: apart from others of its tenant."""
+    key. priority: the smaller the number, the sooner its turn. cache_salt: apart from others of its tenant.
+    orphan_grace_s: how long its decode worker keeps it where this gateway is gone."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -31,6 +32,7 @@ class GenerationRequest:
     kv_precision: KvPrecision = "lossless"
     priority: int = 0
     cache_salt: str = ""
+    orphan_grace_s: float = 0.0
 
     @property
     def sharing(self) -> str:

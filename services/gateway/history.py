@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.generation import TokenEvent
+from shared.protocol.stream_messages import StreamTicket
 
 
 @dataclass(slots=True)
@@ -55,3 +56,15 @@ class History:
         if len(self.tokens) == 1:
             return (0,)
         return tuple(max(0, len(tokens) - 1) for tokens, over in zip(self.tokens, self.over, strict=True) if not over)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What another gateway has done for a request. identity: of the model that began it, which no other may end. path:
+    which way its state came. ticket: which may still live. cached_tokens: of the prompt, once it has begun."""
+
+    history: History
+    identity: str | None = None
+    path: str = "pending"
+    ticket: StreamTicket | None = None
+    cached_tokens: int | None = None

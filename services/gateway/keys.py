@@ -121,6 +121,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+def digest_of(key: str) -> str:
+    """What may be written down of a key."""
+    return _digest(key).hex()
+
+
 def _stamp(file: Path) -> tuple[int, int, int]:
     stat = os.stat(file)
     return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -116,12 +116,14 @@ class Legs:
             raise _blame(PeerLost(f"the prefill worker {prefill.peer} is gone"), "prefill")
         await self.replay()
 
-    async def replay(self) -> None:
-        """Asks D for *tokens from k* of every choice that is not done."""
+    async def replay(self, *, mine: bool = False) -> bool:
+        """Asks D for *tokens from k* of every choice that is not done; False where it did not answer, and that says
+        nothing. mine: it was another gateway's so far, and what comes from now on is to come here."""
         deps, box, attempt, decode = self._g.deps, self._attempt.box, self._attempt, self.route.decode.peer
         over = attempt.history.over
         wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and not over[c])
-        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted)
+        gateway = deps.peer if mine else None
+        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted, gateway=gateway)
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
         try:
             where = subjects.subject("decode", decode, subjects.REPLAY)
@@ -131,15 +133,16 @@ class Legs:
         except DeadlineExceeded:
             deaf = self._g.registry.was_deaf(self._g.settings.grant_s)
             if deaf or box.events or deadline >= self._deadline:
-                return  # the caller looks at what came and at the time, and asks again
+                return False  # the caller looks at what came and at the time, and asks again
             raise _blame(PeerLost(f"the decode worker {decode} does not answer"), "decode") from None
         deps.counters.add("replays")
         taken = sum(box.deliver(entry) for entry in reply.entries)
         if reply.status is ReplayStatus.LIVE or box.failure is not None or attempt.done:
-            return
+            return True
         box.gap = True  # nothing will come by itself any more: ask for the rest as soon as this is delivered
         if not taken:
             box.fail(_why_ended(reply, decode))
+        return True
 
     def proven(self) -> None:
         """D has taken over, or P's token was all there is: so much works. Counted once."""
@@ -168,13 +171,14 @@ class Legs:
         order = Cancel(room=attempt.room, generation=attempt.generation, reason="stop", choice=choice)
         self._g.farewells.tell("decode", self.route.decode.peer, order, self._deadline)
 
-    def end(self, reason: str) -> None:
-        """The attempt is over. Legs that may still hold something are told; those that have finished know."""
+    def end(self, reason: str, *, tell: bool = True) -> None:
+        """The attempt is over. Legs that may still hold something are told; those that have finished know. tell: False
+        where they go on for another gateway."""
         attempt = self._attempt
         self.settle()
         for key in self.route.legs.values():
             self._g.rooms.breakers.released(key, attempt.room)
-        if not attempt.cancel_legs or all(attempt.box.finished):
+        if not tell or not attempt.cancel_legs or all(attempt.box.finished):
             return
         order = Cancel(room=attempt.room, generation=attempt.generation, reason=reason)
         for role, peer in attempt.box.legs.items():

@@ -18,6 +18,8 @@ from services.gateway.inbox import Inbox
 from services.gateway.keys import Keyring
 from services.gateway.line import LineSettings
 from services.gateway.router import DefaultPolicy
+from services.gateway.streams.desk import Streams
+from services.gateway.streams.journal import Journal
 from services.gateway.workers import WorkerRegistry
 from shared.bus.listen import listen
 from shared.engine.weights.catalog import PreparedModel, prepare
@@ -57,6 +59,7 @@ class GatewayService(Service):
         self.guests = Guests()
         self.keys = Keyring.from_settings(settings)
         self._model: PreparedModel | None = None
+        self._streams: Streams | None = None
         self._runner_http: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -73,6 +76,9 @@ class GatewayService(Service):
         )
         flow = GatewayFlow(self.deps(), self.workers, self.inbox, self.rooms, limits)
         await flow.start()
+        journal = Journal(self.bus, self.clock, settings.orphan_grace_s, settings.request_timeout_s)
+        self._streams = Streams(self.deps(), journal, flow, text, settings.orphan_grace_s, settings.max_active)
+        await self._streams.start()
         await self.workers.start(self.bus)
         self.tasks.spawn_vital(self.workers.watch(self.bus, self.peer), "worker-watch")
         if self.keys is not None:
@@ -89,6 +95,7 @@ class GatewayService(Service):
             limits=HttpLimits.from_settings(settings),
             guests=self.guests,
             keys=self.keys,
+            streams=self._streams,
         )
         self._runner_http = create_runner(create_app(deps), shutdown_timeout_s=_CLEANUP_S)
         await self._runner_http.setup()
@@ -110,6 +117,8 @@ class GatewayService(Service):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
                 await self.guests.gone()
+        if self._streams is not None:
+            await self._streams.stop()
         await self.tasks.wait_spawned(_GOODBYE_S)  # the legs hear that it is over
         if self._runner_http is not None:
             await self._runner_http.cleanup()
@@ -128,6 +137,7 @@ class GatewayService(Service):
                 "queues": {
                     "waiting": self.rooms.num_waiting,
                     "active": len(self.inbox),
+                    "detached": 0 if self._streams is None else self._streams.num_detached,
                     "breakers_open": len(breakers.report(self.clock.now())),
                 },
                 "counters": report.counters | {"breakers_opened": float(breakers.num_opened)},

@@ -184,6 +184,9 @@ class WorkerRegistry:
         """Whether several gateways compete for these workers. Our own reports come round as well."""
         return len(self.ready("gateway")) > 1
 
+    def find(self, peer: str) -> Worker | None:
+        return self._workers.get(peer)
+
     def is_alive(self, peer: str) -> bool:
         return peer in self._workers
 

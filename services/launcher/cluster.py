@@ -73,24 +73,24 @@ class Cluster:
             finally:
                 await self._end_nats()
 
-    def start(self, specs: Sequence[ProcessSpec], health_url: str, on_ready: Callable[[], None]) -> None:
-        """Starts all at once. on_ready is called when each has said that it is ready, and the gateway at `health_url`
+    def start(self, specs: Sequence[ProcessSpec], health_urls: Sequence[str], on_ready: Callable[[], None]) -> None:
+        """Starts all at once. on_ready is called when each has said that it is ready, and each gateway at `health_urls`
         that requests can be served. Where that cannot come about, the context is left with a LaunchError."""
         for spec in specs:
             child = Child(spec, self._state_dir.log_file(spec.name), self._on_line, self._on_phase, self._restart)
             self.children.append(child)
             self._tasks.spawn_vital(child.run(), spec.name)
-        self._tasks.spawn_vital(self._watch_start(health_url, on_ready), "start")
+        self._tasks.spawn_vital(self._watch_start(health_urls, on_ready), "start")
 
     def kill(self) -> None:
         """Ends all processes at once; leaving the context then takes no time."""
         for child in self.children:
             child.kill()
 
-    async def _watch_start(self, health_url: str, on_ready: Callable[[], None]) -> None:
+    async def _watch_start(self, health_urls: Sequence[str], on_ready: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while not (self._all_ready() and await _is_healthy(health_url)):
+                while not (self._all_ready() and all([await _is_healthy(url) for url in health_urls])):
                     self._check_none_ended()
                     self._heard.clear()
                     with contextlib.suppress(TimeoutError):
@@ -98,7 +98,7 @@ class Cluster:
                             await self._heard.wait()
         except TimeoutError as error:
             late = ", ".join(child.spec.name for child in self.children if child.phase != "ready")
-            raise LaunchError(f"not ready after {START_TIMEOUT_S:g} s: {late or health_url}") from error
+            raise LaunchError(f"not ready after {START_TIMEOUT_S:g} s: {late or ', '.join(health_urls)}") from error
         on_ready()
 
     def _all_ready(self) -> bool:

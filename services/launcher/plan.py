@@ -10,7 +10,15 @@ from services.launcher.errors import LaunchError
 from shared.runtime.cores import host_cores
 from shared.runtime.credentials import NatsSettings
 from shared.runtime.mode import Mode
-from shared.runtime.settings import PREFIX, ROLES, ConfigError, GatewaySettings, WorkerSettings, load_settings
+from shared.runtime.settings import (
+    PREFIX,
+    ROLES,
+    CommonSettings,
+    ConfigError,
+    GatewaySettings,
+    WorkerSettings,
+    load_settings,
+)
 
 WORKER_ROLES = ("prefill", "decode")
 _SIDECAR_ROLES = (*WORKER_ROLES, "kvstore")
@@ -30,6 +38,7 @@ class UpOptions:
     num_prefill: int | None = None
     num_decode: int = 1
     num_kvstore: int = 1
+    num_gateway: int = 1
     port: int | None = None
     model: str | None = None
     device: str | None = None
@@ -63,7 +72,13 @@ def process_names(options: UpOptions) -> list[tuple[str, str]]:
     workers = [(f"prefill-{k}", "prefill") for k in range(_num_prefill(options))]
     workers += [(f"decode-{k}", "decode") for k in range(options.num_decode)]
     stores = ["kvstore"] if options.num_kvstore == 1 else [f"kvstore-{k}" for k in range(options.num_kvstore)]
-    return [*((name, "kvstore") for name in stores), *workers, ("gateway", "gateway")]
+    gateways = gateway_names(options)
+    return [*((name, "kvstore") for name in stores), *workers, *((name, "gateway") for name in gateways)]
+
+
+def gateway_names(options: UpOptions) -> list[str]:
+    """Each has a port of its own; the first has the one that was asked for."""
+    return ["gateway"] if options.num_gateway == 1 else [f"gateway-{k}" for k in range(options.num_gateway)]
 
 
 def _num_prefill(options: UpOptions) -> int:
@@ -75,7 +90,7 @@ def _num_prefill(options: UpOptions) -> int:
 def settle_mode(options: UpOptions) -> UpOptions:
     """The options, with the mode that flags, --set and variables make. LaunchError where they do not go together."""
     try:
-        mode = load_settings(GatewaySettings, own_nats() | chosen_settings(options)["gateway"]).mode
+        mode = load_settings(GatewaySettings, own_nats() | chosen_settings(options)[gateway_names(options)[0]]).mode
     except ConfigError as error:
         raise LaunchError(str(error)) from error
     if mode != "separated" and options.num_prefill:
@@ -105,7 +120,7 @@ def chosen_settings(options: UpOptions) -> dict[str, dict[str, str]]:
     for name, role in targets.items():
         chosen[name].update({k: v for k, v in flags.items() if v is not None and k in ROLES[role].model_fields})
     if options.port is not None:
-        chosen["gateway"]["port"] = str(options.port)
+        chosen[gateway_names(options)[0]]["port"] = str(options.port)
     for text in options.sets:
         where, field_name, value = _parse_set(text)
         hit = [name for name, role in targets.items() if where in (name, role, "common")]
@@ -162,20 +177,23 @@ def _check_together(options: UpOptions, chosen: Mapping[str, Mapping[str, str]],
     """A worker that reports more rarely than the gateway expects would be taken for lost again and again. One that
     computes in another mode would spoil whatever is measured."""
     try:
-        gateway = load_settings(GatewaySettings, _fitting("gateway", given) | dict(chosen["gateway"]))
-        for name in _worker_names(options):
-            role = name.partition("-")[0]
-            settings = load_settings(ROLES[role], _fitting(role, given) | dict(chosen[name]))
-            heartbeat_s = settings.heartbeat_s
-            if isinstance(settings, WorkerSettings) and settings.mode != gateway.mode:
-                raise LaunchError(f"{name} would run in mode {settings.mode}, the gateway in mode {gateway.mode}")
-            if gateway.worker_timeout_s <= 2 * heartbeat_s:
-                raise LaunchError(
-                    f"{name}: heartbeat_s ({heartbeat_s:g}) must be below half of the gateway's worker_timeout_s "
-                    f"({gateway.worker_timeout_s:g}), or it is taken for lost between two reports"
-                )
+        for gateway_name in gateway_names(options):
+            gateway = load_settings(GatewaySettings, _fitting("gateway", given) | dict(chosen[gateway_name]))
+            for name in _worker_names(options):
+                role = name.partition("-")[0]
+                _check_pair(name, load_settings(ROLES[role], _fitting(role, given) | dict(chosen[name])), gateway)
     except ConfigError as error:
         raise LaunchError(str(error)) from error
+
+
+def _check_pair(name: str, worker: CommonSettings, gateway: GatewaySettings) -> None:
+    if isinstance(worker, WorkerSettings) and worker.mode != gateway.mode:
+        raise LaunchError(f"{name} would run in mode {worker.mode}, the gateway in mode {gateway.mode}")
+    if gateway.worker_timeout_s <= 2 * worker.heartbeat_s:
+        raise LaunchError(
+            f"{name}: heartbeat_s ({worker.heartbeat_s:g}) must be below half of the gateway's worker_timeout_s "
+            f"({gateway.worker_timeout_s:g}), or it is taken for lost between two reports"
+        )
 
 
 def share_cores(cores: int, workers: int) -> list[int]:

@@ -14,6 +14,7 @@ from services.launcher.plan import (
     ProcessSpec,
     UpOptions,
     chosen_settings,
+    gateway_names,
     own_nats,
     plan_processes,
     process_names,
@@ -36,15 +37,17 @@ from shared.runtime.settings import (
 
 def up(options: UpOptions, console: Console, command: Command = python_module, *, prepare_model: bool = True) -> None:
     """Runs a cluster until it is told to end; LaunchError where it cannot. command: what to start, for each role."""
+    if options.num_gateway < 1:
+        raise LaunchError("a cluster needs at least one gateway")
     if (options.num_prefill or 0) < 0 or options.num_decode < 1:
         raise LaunchError("a cluster needs at least one decode worker (with --prefill 0 it computes prompts itself)")
     options = settle_mode(options)
     chosen = chosen_settings(options)
     try:
-        gateway = load_settings(GatewaySettings, own_nats() | chosen["gateway"])
+        gateway = load_settings(GatewaySettings, own_nats() | chosen[gateway_names(options)[0]])
+        urls = _choose_ports(options, chosen)
     except ConfigError as error:
         raise LaunchError(str(error)) from error
-    chosen["gateway"]["port"] = str(free_port(gateway.host, gateway.port))
     for line in unknown_variables():
         console.print(f"warning: {line}", style="yellow", soft_wrap=True)
     with open_state_dir(options.state_dir) as state_dir:
@@ -60,19 +63,33 @@ def up(options: UpOptions, console: Console, command: Command = python_module, *
 
         plan(own_nats()["nats_url"])  # a mistake is told now, not after minutes of preparing
         served = _prepare_models(options, chosen, console) if prepare_model else gateway.model
-        url = _url(gateway.host, chosen["gateway"]["port"])
         keys = gateway.api_keys.get_secret_value()
         display = Display(console, [name for name, _ in process_names(options)])
 
         def on_ready() -> None:
-            display.ready(url, served, _summary(options), wants_key=bool(keys or gateway.api_keys_file))
+            display.ready(urls[0], served, _summary(options), wants_key=bool(keys or gateway.api_keys_file))
 
         cluster = partial(Cluster, state_dir, display.line, display.phase, restart=options.restart)
         try:
-            asyncio.run(_run(cluster, plan, f"{url}/health", on_ready, display))
+            asyncio.run(_run(cluster, plan, [f"{url}/health" for url in urls], on_ready, display))
         finally:
             display.stop()
         display.say("All processes have ended.")
+
+
+def _choose_ports(options: UpOptions, chosen: dict[str, dict[str, str]]) -> list[str]:
+    """Of each gateway, the first one's first: the others' are free ones unless they were given ports of their own.
+    Their URLs."""
+    urls: list[str] = []
+    taken: set[int] = set()
+    for name in gateway_names(options):
+        settings = load_settings(GatewaySettings, own_nats() | chosen[name])
+        is_own = not taken or ("port" in chosen[name] and settings.port not in taken)
+        port = free_port(settings.host, settings.port if is_own else 0)
+        taken.add(port)
+        chosen[name]["port"] = str(port)
+        urls.append(_url(settings.host, str(port)))
+    return urls
 
 
 def _prepare_models(options: UpOptions, chosen: dict[str, dict[str, str]], console: Console) -> str:
@@ -97,6 +114,8 @@ def _prepare_models(options: UpOptions, chosen: dict[str, dict[str, str]], conso
 def _summary(options: UpOptions) -> str:
     roles = [role for _, role in process_names(options)]
     workers = f"{roles.count('prefill')} prefill, {roles.count('decode')} decode"
+    if options.num_gateway > 1:
+        workers += f", {options.num_gateway} gateways"
     return workers if options.mode == "separated" else f"{options.mode}, {roles.count('decode')} decode"
 
 
@@ -108,7 +127,7 @@ def _url(host: str, port: str) -> str:
 async def _run(
     make_cluster: Callable[[], Cluster],
     plan: Callable[[str], list[ProcessSpec]],
-    health_url: str,
+    health_urls: list[str],
     on_ready: Callable[[], None],
     display: Display,
 ) -> None:
@@ -117,7 +136,7 @@ async def _run(
         try:
             async with cluster:
                 display.start()
-                cluster.start(plan(cluster.nats_url), health_url, on_ready)
+                cluster.start(plan(cluster.nats_url), health_urls, on_ready)
                 await signals.requested.wait()
                 display.stop()
                 display.say("Ending …")

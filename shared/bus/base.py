@@ -4,7 +4,10 @@ same contract suite. Delivery is at most once and unordered between publishers: 
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from shared.bus.kv import Bucket, KeyValue
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 
@@ -88,6 +91,10 @@ class Bus(Protocol):
     async def subscribe(self, subject: str, handler: Handler) -> Subscription:
         """`subject` may hold the wildcards `*` (one token) and a final `>` (all the rest). On return the
         subscription is in force, unless there is no connection: then it is once there is one."""
+
+    async def bucket(self, bucket: "Bucket") -> "KeyValue":
+        """A key-value memory beside the bus (`kv.py`), made where it is not there; NoKeyValue where this bus has
+        none."""
 
     @property
     def connected(self) -> bool: ...

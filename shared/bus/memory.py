@@ -21,6 +21,8 @@ from shared.bus.base import (
     NoResponders,
 )
 from shared.bus.dispatch import Dispatcher, DispatchLimits, Lane
+from shared.bus.kv import Bucket, NoKeyValue, check_bucket
+from shared.bus.memory_kv import MemoryKeyValue, MemoryStore
 from shared.bus.patterns import check_pattern, check_payload, check_subject, matches
 
 SETTLE_S = 2.0
@@ -57,6 +59,8 @@ class MemoryHub:
 
     def __init__(self, policy: Policy = deliver_once) -> None:
         self.policy = policy
+        self.stores: dict[str, MemoryStore] | None = {}
+        """By bucket; None: a server without such a memory."""
         self._subscriptions: list[_MemorySubscription] = []
         self._routes: dict[str, list[_MemorySubscription]] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -234,6 +238,15 @@ class MemoryBus:
         self._subscriptions.append(subscription)
         self._hub.attach(subscription)
         return subscription
+
+    async def bucket(self, bucket: Bucket) -> MemoryKeyValue:
+        check_bucket(bucket)
+        self._check_connected()
+        if self._hub.stores is None:
+            raise NoKeyValue("this server has no memory")
+        store = self._hub.stores.setdefault(bucket.name, MemoryStore(bucket))
+        store.bucket = bucket
+        return MemoryKeyValue(store, self._check_connected)
 
     def sever(self) -> None:
         """kill -9, as the others see it: from now on nothing comes from here and nothing arrives."""

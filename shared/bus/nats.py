@@ -23,7 +23,9 @@ from shared.bus.base import (
     NoResponders,
 )
 from shared.bus.dispatch import Dispatcher, DispatchLimits, Lane
+from shared.bus.kv import Bucket
 from shared.bus.nats_connection import Interest, NatsAccess, NatsConnection
+from shared.bus.nats_kv import NatsKeyValue, open_bucket
 from shared.bus.patterns import check_pattern, check_payload, check_subject
 from shared.runtime.settings import CommonSettings, ConfigError
 
@@ -172,6 +174,10 @@ class NatsBus:
         self._subscriptions.append(subscription)
         await self._round_trip()
         return subscription
+
+    async def bucket(self, bucket: Bucket) -> NatsKeyValue:
+        self._check_open()
+        return await open_bucket(bucket, self._connection.client)
 
     async def close(self) -> None:
         if self._closed:

@@ -1,4 +1,5 @@
-"""One process's connection to NATS, which mends itself. The only file that knows nats-py, its errors and its traps.
+"""One process's connection to NATS, which mends itself. The only file that knows nats-py, its errors and its traps,
+apart from what JetStream adds to these (`nats_kv.py`).
 
 While it is down, what is sent is buffered up to PENDING_BYTES, and subscriptions come back by themselves. Reconnecting
 never gives up.
@@ -114,6 +115,10 @@ class NatsConnection:
     @property
     def connected(self) -> bool:
         return self._up.is_set() and self._client.is_connected and not self._closed
+
+    def client(self) -> Client:
+        """The present one; another may take its place at any time."""
+        return self._client
 
     async def wait_up(self) -> None:
         """Returns once there is a connection, or the connection was closed by us."""

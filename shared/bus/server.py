@@ -48,8 +48,9 @@ def find_nats_server() -> Path:
 class NatsServer:
     """One server process, as an async context manager. It may be stopped and started again, on the same port.
 
-    `directory` gets its configuration, its log and, while it starts, a file with its port. `port` 0: a free one, chosen
-    by the server itself. With `user` and `password` set, only clients that show them get in; `url` carries them.
+    `directory` gets its configuration, its log, what JetStream keeps and, while it starts, a file with its port. `port`
+    0: a free one, chosen by the server itself. With `user` and `password` set, only clients that show them get in;
+    `url` carries them.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class NatsServer:
         user: str | None = None,
         password: str | None = None,
         start_timeout_s: float = 10.0,
+        jetstream: bool = True,
     ) -> None:
         if (user is None) != (password is None):
             raise ValueError("user and password go together")
@@ -68,6 +70,7 @@ class NatsServer:
         self._directory = directory.absolute()
         self._credentials = None if user is None else (user, password)
         self._start_timeout_s = start_timeout_s
+        self._jetstream = jetstream
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -151,6 +154,8 @@ class NatsServer:
             f"logfile_size_limit: {_LOG_BYTES}",
             "logfile_max_num: 2",
         ]
+        if self._jetstream:
+            lines.append(f"jetstream: {{ store_dir: {json.dumps(str(self._directory / 'jetstream'))} }}")
         if self._credentials is not None:
             user, password = map(json.dumps, self._credentials)
             lines.append(f"authorization: {{ user: {user}, password: {password} }}")

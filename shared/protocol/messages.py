@@ -98,6 +98,8 @@ class Reserve(TicketMessage):
     """Choices of `history` that are over; they are not continued."""
     salt: Salt = ""
     """Who may share state with this request; part of the name of every block of it."""
+    orphan_grace_s: Seconds = 0.0
+    """How long D goes on where the gateway is gone: another one may take the request up."""
     load: bool = False
     """D has the stores' blocks loaded. Without a P it computes what is missing; else P need not send what they have."""
     held_least: Index = 0
@@ -305,6 +307,8 @@ class Replay(TicketMessage):
     kind: Literal["replay"] = "replay"
     v: Literal[1] = 1
     wanted: Annotated[tuple[tuple[Index, Index], ...], Field(max_length=MAX_CHOICES)]
+    gateway: PeerName | None = None
+    """The ticket is this gateway's from now on, whoever's it was; None: nothing changes."""
 
 
 class ReplayStatus(StrEnum):

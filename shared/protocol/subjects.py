@@ -18,6 +18,7 @@ once), never its successor. In the order of a request's life:
     any      -> kvstore  lookup        how many of these blocks are there? They are leased
     worker   -> kvstore  load          send leased blocks into my ticket; repeated until done
     any      -> kvstore  lease         keep a lease for longer, or let it go
+    gateway  -> gateway  hand_over     let go of this stream: its client is with me now
     any      -> all      heartbeat     what a process is and has
 """
 
@@ -36,6 +37,7 @@ FAIL = "fail"
 HEARTBEAT = "heartbeat"
 PING = "ping"
 ROLL_CALL = "roll_call"
+HAND_OVER = "hand_over"
 OFFER = "offer"
 STORED = "stored"
 LOOKUP = "lookup"
@@ -43,7 +45,7 @@ LOAD = "load"
 LEASE = "lease"
 
 _TICKET_VERBS = (RESERVE, PREFILL, DESTINATION, COMMIT, TOKENS, REPLAY, CANCEL, FAIL, HEARTBEAT, PING, ROLL_CALL)
-VERBS = (*_TICKET_VERBS, OFFER, STORED, LOOKUP, LOAD, LEASE)
+VERBS = (*_TICKET_VERBS, HAND_OVER, OFFER, STORED, LOOKUP, LOAD, LEASE)
 ROLES = ("gateway", "prefill", "decode", "sidecar", "kvstore")
 _PEER = re.compile(r"[a-z0-9_-]{1,64}")
 

@@ -7,7 +7,9 @@ BatonError
   StoreError           the external store: StoreFull, StoreUnavailable
   PrefixGone           a worker's pool: less of a prompt than was thought
   EngineError          compute failed
-  RequestError         the request itself: InvalidRequest, ModelNotFound, Cancelled, DeadlineExceeded
+  StreamError          streams cannot be resumed: NotResumable, JournalUnavailable
+  RequestError         the request itself: InvalidRequest, ModelNotFound, StreamNotFound, StreamMoved, Cancelled,
+                       DeadlineExceeded
 
 Each leaf has a `code` that travels on the wire, an HTTP status, and says whether trying again may help.
 A peer's failure arrives as data (`code` and `message`) and becomes the same class again by `error_from_code`.
@@ -173,6 +175,27 @@ class EngineError(BatonError):
     retryable = True
 
 
+class StreamError(BatonError):
+    """Streams cannot be resumed here, or not now."""
+
+    code = "stream_failed"
+
+
+class NotResumable(StreamError):
+    """Streams cannot be resumed here: the NATS server has no JetStream."""
+
+    code = "not_resumable"
+    http_status = 501
+
+
+class JournalUnavailable(StreamError):
+    """What a stream has said cannot be written down now."""
+
+    code = "journal_unavailable"
+    http_status = 503
+    retryable = True
+
+
 class RequestError(BatonError):
     """The request cannot be served as it stands."""
 
@@ -191,6 +214,20 @@ class ModelNotFound(RequestError):
 
     code = "model_not_found"
     http_status = 404
+
+
+class StreamNotFound(RequestError):
+    """There is no such stream, or it has expired."""
+
+    code = "stream_not_found"
+    http_status = 404
+
+
+class StreamMoved(RequestError):
+    """The stream is read over another connection now."""
+
+    code = "stream_moved"
+    http_status = 409
 
 
 class Cancelled(RequestError):

@@ -22,6 +22,11 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(16)}"
 
 
+def new_stream_id() -> str:
+    """128 random bits, as shown to clients in `x-baton-stream-id`: who knows them, and has the key, may read it."""
+    return secrets.token_hex(16)
+
+
 def new_seed() -> int:
     """A sampling seed for requests that bring none."""
     return secrets.randbits(ROOM_BITS)

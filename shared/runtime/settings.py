@@ -263,6 +263,9 @@ class GatewaySettings(CommonSettings):
     migrate_on_drain: bool = Field(
         True, description="answers leave a decode worker that is told to end, and go on at another one"
     )
+    orphan_grace_s: Seconds = Field(
+        30.0, description="how long a resumable stream goes on, or can still be read, when nobody reads it"
+    )
     block_tokens: Positive = Field(64, description="tokens in a block, the unit of reuse; as the workers'")
     near_tokens: int = Field(
         64, ge=0, description="path auto: a decode worker that lacks no more tokens of a prompt computes them itself"

@@ -16,9 +16,11 @@ from shared.runtime.errors import BatonError, PoolExhausted, TicketDenied, error
 from shared.transfer.link import Link, TicketKey
 from shared.worker.admission import Claims, Need
 from shared.worker.roll_call import RollCalls
-from shared.worker.tickets import LiveTicket, TicketTable
+from shared.worker.tickets import LiveTicket, Orphaned, TicketTable
 
 _RETRY_AFTER_S = 1.0
+_SAME_LOSS_S = 10.0
+"""A gateway that is still gone is said to be so again within this."""
 _NO_ROOM = (PoolExhausted.code, TicketDenied.code)
 """Reasons of a cancel after which the request asks again."""
 
@@ -171,10 +173,29 @@ class WorkerDesk(ABC, Generic[T]):
         return {ticket.order.gateway for ticket in self.tickets}
 
     def end_all_of(self, gateway: str) -> None:
-        """That gateway is gone: nobody waits for these tickets any more."""
+        """That gateway is gone: nobody waits for these tickets any more, but for those that another gateway may still
+        take up. It is said again for as long as there are any."""
         for ticket in self.tickets:
-            if ticket.order.gateway == gateway:
+            if ticket.order.gateway == gateway and not self._may_be_taken_up(ticket):
                 ticket.end("peer_lost", "the gateway is gone", by="gateway")
+
+    def _may_be_taken_up(self, ticket: T) -> bool:
+        grace_s, now, orphaned = self.grace_of(ticket), self.deps.clock.now(), ticket.orphaned
+        if now - orphaned.said_at > _SAME_LOSS_S:  # it was heard in between, if it was lost before
+            orphaned.since = now
+        orphaned.said_at = now
+        return now - orphaned.since < grace_s
+
+    def grace_of(self, ticket: T) -> float:
+        """How long it is kept where its gateway is gone."""
+        return 0.0
+
+    def give_to(self, ticket: T, gateway: str) -> None:
+        """That gateway waits for it from now on."""
+        if ticket.order.gateway != gateway:
+            ticket.order = ticket.order.model_copy(update={"gateway": gateway})
+            ticket.orphaned = Orphaned()
+            self.deps.counters.add("tickets_given_over")
 
     @abstractmethod
     def end_unstarted(self, reason: str) -> None:

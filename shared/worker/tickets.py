@@ -5,6 +5,7 @@ A message for an unknown or older ticket is counted and answered, never raised, 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,6 +34,14 @@ O = TypeVar("O", Reserve, Prefill)  # noqa: E741  the order a ticket carries out
 S = TypeVar("S", bound=TicketState)
 
 
+@dataclass(slots=True)
+class Orphaned:
+    """Since when its gateway is gone, and when that was said last."""
+
+    since: float = float("-inf")
+    said_at: float = float("-inf")
+
+
 class LiveTicket(Generic[O, S]):
     """Belongs to the desk's table from the verdict until its pages are free. past: what its choices have given out
     before, where they go on from there. sharing: with whom it shares its state. doors: keys
@@ -54,6 +63,7 @@ class LiveTicket(Generic[O, S]):
         self.deadline = self.granted_at + order.remaining_s
         self.need = Need(0, 0)
         self.past: Past = NEW
+        self.orphaned = Orphaned()
         self.sharing = Sharing()
         self.doors: list[TicketKey] = []
         self._step = step

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.streams.journal import PARTS, STATES, Journal
 from shared.bus import nats
 from shared.bus.base import BusError
+from shared.bus.kv import Bucket
 from shared.bus.server import NatsServer
 from shared.protocol import subjects
+from shared.runtime.clock import LoopClock
 from shared.runtime.settings import ConfigError, DecodeSettings, load_settings
 from tests.support_bus import refusal
 from tests.support_certificates import Certificates, make_certificates, needs_openssl
@@ -82,6 +85,12 @@ async def test_the_permissions_of_the_operations_page_are_enough_and_no_more(tmp
         await bus.request(subjects.subject("gateway", "peer-1", subjects.TOKENS), b"after it", 30)
         assert heard == [b"report"]
         assert bus.stats.errors == 1, "the server refused the one that is not ours"
+        journal = Journal(bus, LoopClock(), 30.0, 60.0)
+        assert await journal.read("0" * 32) is None
+        for name in (STATES, PARTS):
+            kept = await bus.bucket(Bucket(name, ttl_s=60.0))
+            await kept.update("a", b"2", await kept.create("a", b"1"))
+            await kept.delete("a")
         await bus.close()
 
 

@@ -117,6 +117,17 @@ def test_starts_serves_and_ends_in_order(start: Start) -> None:
     assert sorted(names[1:-1]) == ["decode-0", "decode-1", "prefill-0"]
 
 
+def test_several_gateways_serve_side_by_side(start: Start) -> None:
+    cluster = start("--gateway", "2")
+    cluster.wait_ready()
+    assert "2 gateways" in cluster.text()
+    assert httpx.get(f"http://127.0.0.1:{cluster.port}/health", timeout=60.0).status_code == 200
+    roles = [process.cmdline()[-1] for process in cluster.family if "standin_worker.py" in " ".join(process.cmdline())]
+    assert sorted(roles) == ["decode", "gateway", "gateway", "kvstore", "prefill"]
+    assert cluster.end() == 0
+    cluster.wait_all_gone()
+
+
 def test_nothing_survives_a_killed_launcher(start: Start) -> None:
     cluster = start()
     cluster.wait_ready()

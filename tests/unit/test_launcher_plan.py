@@ -4,6 +4,7 @@ import pytest
 
 from services.launcher.errors import LaunchError
 from services.launcher.plan import UpOptions, chosen_settings, plan_processes, share_cores
+from services.launcher.up import _choose_ports
 
 
 def test_reports_that_are_too_rare_are_refused_together() -> None:
@@ -59,6 +60,29 @@ def test_several_stores_have_names_and_directories_of_their_own() -> None:
     assert stores(2) == {"kvstore-0": "/state/blocks-kvstore-0", "kvstore-1": "/state/blocks-kvstore-1"}
     options = UpOptions(num_kvstore=0)
     assert not [one for one in plan_processes(options, chosen_settings(options), {}) if one.role == "kvstore"]
+
+
+def test_several_gateways_have_names_of_their_own_and_the_first_has_the_port() -> None:
+    options = UpOptions(num_gateway=2, port=8000, sets=("gateway.max_queued=7", "gateway-1.max_active=9"))
+    specs = plan_processes(options, chosen_settings(options), {})
+    env = {spec.name: spec.env for spec in specs if spec.role == "gateway"}
+    assert list(env) == ["gateway-0", "gateway-1"]
+    assert env["gateway-0"]["BATON_GATEWAY_PORT"] == "8000"
+    assert "BATON_GATEWAY_PORT" not in env["gateway-1"]
+    assert {one["BATON_GATEWAY_MAX_QUEUED"] for one in env.values()} == {"7"}
+    assert env["gateway-1"]["BATON_GATEWAY_MAX_ACTIVE"] == "9"
+    options = UpOptions(num_gateway=2, sets=("gateway-1.heartbeat_s=0.9", "decode.heartbeat_s=1.2"))
+    with pytest.raises(LaunchError, match="worker_timeout_s"):
+        plan_processes(options, chosen_settings(options), {})
+
+
+@pytest.mark.parametrize("sets", [(), ("gateway.port=0",), ("common.port=0",)])
+def test_no_two_gateways_get_one_port(sets: tuple[str, ...]) -> None:
+    options = UpOptions(num_gateway=3, port=0, sets=sets)
+    chosen = chosen_settings(options)
+    urls = _choose_ports(options, chosen)
+    assert len({url.rpartition(":")[2] for url in urls}) == 3
+    assert [chosen[f"gateway-{k}"]["port"] for k in range(3)] == [url.rpartition(":")[2] for url in urls]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from services.gateway.api.plan import Plan
 from services.gateway.api.render import Ending, Renderer, error_event
 from services.gateway.api.sse import ClientGone, EventStream
 from services.gateway.generation import Generation, Generator, TokenEvent
+from services.gateway.streams.position import format_position
 from shared.runtime.errors import BatonError, EngineError
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,35 @@ class Kitchen:
     guests: Guests
 
 
+class Progress:
+    """How far the client is, of a stream that can be resumed: the id of each event. is_resumed: another connection had
+    the beginning."""
+
+    def __init__(self, choices: Sequence[Choice], *, is_resumed: bool) -> None:
+        self.is_resumed = is_resumed
+        self._choices = choices
+        self._sent = [len(choice.tokens) for choice in choices]
+
+    def ids(self, deltas: Sequence[Delta], taken: Sequence[Choice]) -> list[str]:
+        """Of the events for `deltas`, which are sent in this order. taken: all choices that got tokens; those without
+        an event of their own have none to wait for."""
+        shown = {delta.choice.index for delta in deltas}
+        for choice in taken:
+            if choice.index not in shown:
+                self._sent[choice.index] = len(choice.tokens)
+        ids = []
+        for delta in deltas:
+            self._sent[delta.choice.index] = len(delta.choice.tokens)
+            ids.append(format_position(self._sent))
+        return ids
+
+    def last(self) -> str:
+        return format_position([len(choice.tokens) for choice in self._choices])
+
+
 class Answer:
-    """One request's generations and what became of them. `choices` are in the order of the answer."""
+    """One request's generations and what became of them. `choices` are in the order of the answer. progress: where the
+    stream can be resumed."""
 
     def __init__(
         self,
@@ -42,12 +70,16 @@ class Answer:
         renderer: Renderer,
         context: RequestContext,
         kitchen: Kitchen,
+        progress: Progress | None = None,
     ) -> None:
         self._plan = plan
         self._choices = choices
         self._renderer = renderer
         self._context = context
         self._kitchen = kitchen
+        self._progress = progress
+        self._is_resumed = progress is not None and progress.is_resumed
+        self._tokens_before = self._completion_tokens()
         self._generations: list[Generation] = []
         self._started = asyncio.get_running_loop().time()
         self._last_batch: float | None = None
@@ -55,7 +87,8 @@ class Answer:
     async def send(self, request: web.Request) -> web.StreamResponse:
         """The answer. Raises BatonError or ApiError as long as nothing was sent; later failures end the stream."""
         metrics = self._kitchen.metrics
-        metrics.tokens.labels("prompt").inc(self._plan.prompt_tokens)
+        if not self._is_resumed:
+            metrics.tokens.labels("prompt").inc(self._plan.prompt_tokens)
         with metrics.active.track_inprogress():
             try:
                 if self._plan.stream:
@@ -64,7 +97,7 @@ class Answer:
                 body = self._renderer.whole(self._choices, self._ending())
                 return web.Response(body=body, content_type="application/json")
             finally:
-                metrics.tokens.labels("completion").inc(self._completion_tokens())
+                metrics.tokens.labels("completion").inc(self._completion_tokens() - self._tokens_before)
                 metrics.paths.labels(self._context.path).inc()
                 metrics.duration_s.observe(asyncio.get_running_loop().time() - self._started)
 
@@ -72,7 +105,8 @@ class Answer:
         events = EventStream(request, self._kitchen.write_timeout_s)
         try:
             await self._run(events)
-            await events.write(self._renderer.tail(self._ending()))
+            last = None if self._progress is None else self._progress.last()
+            await events.write(self._renderer.tail(self._ending(), last))
         except ClientGone:
             raise
         except Exception as error:
@@ -118,7 +152,8 @@ class Answer:
                 self._note(batch)
                 deltas = self._take(generation, choices, batch)
                 if events is not None and (deltas or events.response is None):
-                    await events.write(self._renderer.chunks(deltas))
+                    ids = None if self._progress is None else self._progress.ids(deltas, choices)
+                    await events.write(self._renderer.chunks(deltas, ids))
             self._context.path = self._path()
             unfinished = [choice.index for choice in choices if choice.finish is None]
             if unfinished:
@@ -148,9 +183,9 @@ class Answer:
         now = asyncio.get_running_loop().time()
         self._context.path = self._path()
         metrics = self._kitchen.metrics
-        if self._last_batch is None:
+        if self._last_batch is None and not self._is_resumed:
             metrics.first_token_s.observe(now - self._started)
-        else:
+        elif self._last_batch is not None:
             per_choice = max(1, len(batch) // len({event.choice for event in batch}))
             metrics.token_gap_s.observe((now - self._last_batch) / per_choice)
         self._last_batch = now
@@ -178,7 +213,7 @@ class Answer:
         }
         if not self._plan.tell_baton:
             return Ending(usage, None)
-        baton: dict[str, object] = {"request_id": self._context.request_id, "path": self._context.path}
+        baton: dict[str, object] = {"request_id": self._plan.request_id, "path": self._context.path}
         if self._plan.timings:
             timings = [generation.timings() for generation in self._generations]
             baton["timings"] = timings[0] if len(timings) == 1 else timings

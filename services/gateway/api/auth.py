@@ -12,7 +12,7 @@ from aiohttp.typedefs import Middleware
 
 from services.gateway.api.context import context_of
 from services.gateway.api.errors import ApiError
-from services.gateway.keys import Keyring
+from services.gateway.keys import Keyring, digest_of
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 _MISSING = "You did not provide an API key. Send it in a header: 'Authorization: Bearer YOUR_KEY'."
@@ -28,10 +28,12 @@ def auth_middleware(keys: Keyring) -> Middleware:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            tenant = keys.tenant_of(_key_in(request))
+            key = _key_in(request)
+            tenant = keys.tenant_of(key)
             if tenant is None:
                 raise _refusal(_UNKNOWN, ', error="invalid_token"')
-            context_of(request).tenant = tenant
+            context = context_of(request)
+            context.tenant, context.key = tenant, digest_of(key)
         return await handler(request)
 
     return check

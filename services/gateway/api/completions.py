@@ -1,4 +1,4 @@
-"""The two routes that generate."""
+"""The routes that generate."""
 
 from collections.abc import Awaitable, Callable
 
@@ -6,7 +6,6 @@ from aiohttp import web
 
 from services.gateway.api.answer import Answer, Kitchen
 from services.gateway.api.body import read_chat, read_completion
-from services.gateway.api.choices import Choice
 from services.gateway.api.context import context_of
 from services.gateway.api.guests import Guests
 from services.gateway.api.limits import HttpLimits
@@ -14,8 +13,10 @@ from services.gateway.api.metrics import HttpMetrics
 from services.gateway.api.plan import Plan, Served, check_model, make_plan
 from services.gateway.api.prompts import PromptReader
 from services.gateway.api.render import Renderer
+from services.gateway.api.streams import StreamDoor, make_choices
 from services.gateway.generation import Generator
-from shared.text.choice import ChoiceText
+from services.gateway.streams.desk import Streams
+from shared.runtime.errors import NotResumable
 from shared.text.tokenizer import TextModel
 
 
@@ -32,11 +33,13 @@ class Completions:
         metrics: HttpMetrics,
         now: Callable[[], float],
         guests: Guests,
+        streams: Streams | None = None,
     ) -> None:
         self._text = text
         self._served = Served(model_names, text.vocab_size, max_model_len, limits)
         self._prompts = PromptReader(text, max_model_len, limits)
         self._kitchen = Kitchen(generator, metrics, limits.write_timeout_s, guests)
+        self._streams = None if streams is None else StreamDoor(streams, text, self._kitchen, limits, now)
         self._now = now
         self._guests = guests
 
@@ -45,6 +48,11 @@ class Completions:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         return await self._admitted(request, self._plan_completion)
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        if self._streams is None:
+            raise NotResumable
+        return await self._streams.resume(request)
 
     async def _admitted(
         self, request: web.Request, plan: Callable[[web.Request], Awaitable[Plan]]
@@ -65,10 +73,10 @@ class Completions:
         return make_plan(body, await self._prompts.completion(body), self._served, context_of(request))
 
     async def _answer(self, request: web.Request, plan: Plan) -> web.StreamResponse:
-        choices = [
-            Choice(position * plan.n + number, one.prompt, ChoiceText(self._text, plan.stops), echo)
-            for position, (one, echo) in enumerate(zip(plan.requests, plan.echoes, strict=True))
-            for number in range(plan.n)
-        ]
+        if plan.resumable:
+            if self._streams is None:
+                raise NotResumable
+            return await self._streams.open(request, plan)
+        choices = make_choices(self._text, plan)
         renderer = Renderer(plan, int(self._now()), self._text.token_bytes)
         return await Answer(plan, choices, renderer, context_of(request), self._kitchen).send(request)

@@ -20,6 +20,10 @@ class RequestContext:
     client_id: str | None = None
     tenant: str = DEFAULT_TENANT
     path: str = PENDING
+    key: str = ""
+    """Digest of the API key; empty where none are asked for."""
+    stream: str | None = None
+    """The resumable stream that is answered with."""
     cause: str | None = None
     """The code of the failure that ended the request, for the counters."""
 
@@ -44,5 +48,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     context = context_of(request)
     response.headers["x-baton-request-id"] = context.request_id
     response.headers["x-baton-path"] = context.path
+    if context.stream is not None:
+        response.headers["x-baton-stream-id"] = context.stream
     if context.client_id is not None:
         response.headers["x-request-id"] = context.client_id

@@ -25,6 +25,7 @@ class HttpLimits:
     default_kv_precision: KvPrecision = "lossless"
     mode: Mode = "separated"
     request_timeout_s: float = 600.0
+    orphan_grace_s: float = 30.0
     read_timeout_s: float = 60.0
     """How long a client may take to send a body."""
     write_timeout_s: float = 30.0
@@ -41,4 +42,5 @@ class HttpLimits:
             default_kv_precision=settings.kv_precision,
             mode=settings.mode,
             request_timeout_s=settings.request_timeout_s,
+            orphan_grace_s=settings.orphan_grace_s,
         )

@@ -39,6 +39,8 @@ class Plan:
     token_ids: bool
     tell_baton: bool
     """The client said `baton`, so it is told about the way."""
+    resumable: bool = False
+    """The stream can be picked up again after its connection was lost."""
 
     @property
     def logprobs(self) -> int | None:
@@ -68,6 +70,8 @@ def make_plan(
         raise invalid(f"At most {limits.max_choices} choices are served.", "n")
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed with 'stream'.", "stream_options")
+    if baton.resumable and not body.stream:
+        raise invalid("'baton.resumable' is only allowed with 'stream'.", "baton.resumable")
     wanted, field = _max_tokens(body)
     sampling = _sampling(body, served)
     requests = []
@@ -87,6 +91,7 @@ def make_plan(
                 priority=body.priority or 0,
                 tenant=context.tenant,
                 cache_salt=baton.cache_salt or "",
+                orphan_grace_s=limits.orphan_grace_s if baton.resumable else 0.0,
             )
         )
     return Plan(
@@ -102,6 +107,7 @@ def make_plan(
         timings=baton.timings,
         token_ids=baton.token_ids,
         tell_baton=body.baton is not None,
+        resumable=baton.resumable,
     )
 
 

@@ -1,7 +1,7 @@
 """Answers in the two shapes of OpenAI's API, whole and as server-sent events. Pure: from deltas to bytes."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,18 @@ class Renderer:
         self._chunk_start = "data: " + _to_json(chunk)[:-1]
         self._chunk_end = ',"usage":null}\n\n' if plan.include_usage else "}\n\n"
 
-    def chunks(self, deltas: Iterable[Delta]) -> bytes:
-        """One event for each delta, as one piece of bytes."""
+    def chunks(self, deltas: Sequence[Delta], ids: Sequence[str] | None = None) -> bytes:
+        """One event for each delta, as one piece of bytes. ids: of a stream that can be resumed."""
+        marks = [""] * len(deltas) if ids is None else [f"id: {one}\n" for one in ids]
         events = (
-            f'{self._chunk_start},"choices":[{_to_json(self._chunk_choice(delta))}]{self._chunk_end}'
-            for delta in deltas
+            f'{mark}{self._chunk_start},"choices":[{_to_json(self._chunk_choice(delta))}]{self._chunk_end}'
+            for mark, delta in zip(marks, deltas, strict=True)
         )
         return "".join(events).encode()
 
-    def tail(self, ending: Ending) -> bytes:
-        """What follows the last choice: usage and `baton` where asked for, and the end mark."""
+    def tail(self, ending: Ending, last: str | None = None) -> bytes:
+        """What follows the last choice: usage and `baton` where asked for, and the end mark. last: the id of the last
+        event, where the stream can be resumed: who lost these gets them again."""
         extra: dict[str, object] = {}
         if self._plan.include_usage:
             extra["usage"] = ending.usage
@@ -59,7 +61,8 @@ class Renderer:
             extra["baton"] = ending.baton
         if not extra:
             return DONE
-        return f'{self._chunk_start},"choices":[],{_to_json(extra)[1:]}\n\n'.encode() + DONE
+        mark = "" if last is None else f"id: {last}\n"
+        return f'{mark}{self._chunk_start},"choices":[],{_to_json(extra)[1:]}\n\n'.encode() + DONE
 
     def whole(self, choices: Sequence[Choice], ending: Ending) -> bytes:
         """The body of an answer that is not streamed."""

@@ -28,6 +28,7 @@ class BatonOptions(Body):
     timings: bool = False
     token_ids: bool = False
     kv_precision: KvPrecision | None = None
+    resumable: bool = False
     cache_salt: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")] | None = None
 
 

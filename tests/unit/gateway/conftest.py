@@ -20,6 +20,7 @@ from services.gateway.api.limits import HttpLimits
 from services.gateway.app import GatewayDeps, create_app, create_runner
 from services.gateway.generation import GenerationRequest, TokenEvent
 from services.gateway.keys import Keyring
+from services.gateway.streams.desk import Streams
 from shared.protocol.messages import FinishReason, TokenLogprob
 from shared.text.files import TOKENIZER_FILE, TextSettings
 from shared.text.tokenizer import TextModel
@@ -179,7 +180,9 @@ async def start(text_model: TextModel) -> AsyncIterator[Start]:
     """Starts gateways with limits of their own; ends them all."""
     opened: list[Gateway] = []
 
-    async def start_gateway(keys: Keyring | None = None, guests: Guests | None = None, **limits: Any) -> Gateway:
+    async def start_gateway(
+        keys: Keyring | None = None, guests: Guests | None = None, streams: Streams | None = None, **limits: Any
+    ) -> Gateway:
         generator = ScriptedGenerator(script=lambda request: [])
         gateway: Gateway
         deps = GatewayDeps(
@@ -193,6 +196,7 @@ async def start(text_model: TextModel) -> AsyncIterator[Start]:
             limits=HttpLimits(**limits),
             guests=guests or Guests(),
             keys=keys,
+            streams=streams,
         )
         runner = create_runner(create_app(deps))
         await runner.setup()

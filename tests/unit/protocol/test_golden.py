@@ -39,6 +39,17 @@ from shared.protocol.messages import (
     Verdict,
 )
 from shared.protocol.reports import Geometry, LinkAddress, Pages, WorkerReport
+from shared.protocol.stream_messages import (
+    HandOver,
+    StreamFailure,
+    StreamPart,
+    StreamProgress,
+    StreamPrompt,
+    StreamRequest,
+    StreamState,
+    StreamTicket,
+    StreamTokens,
+)
 from shared.protocol.wire import WireModel, decode, encode
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -221,6 +232,49 @@ SAMPLES: dict[str, WireModel] = {
     "ping": Ping(),
     "roll_call": RollCall(sender="d0-aaaa0001", rooms=(1, ROOM)),
     "roll_call_reply": RollCallReply(gone=(ROOM,)),
+    "replay_adopted": Replay(room=ROOM, generation=2, wanted=((0, 5),), gateway="g1-cccc0002"),
+    "hand_over": HandOver(stream="0123456789abcdef" * 2, gateway="g1-cccc0002"),
+    "stream_request": StreamRequest(
+        request_id="req-00",
+        key="00ff",
+        tenant="tenant-a",
+        chat=True,
+        model="smollm2",
+        created=1_700_000_000,
+        prompts=(StreamPrompt(prompt=(1, 2, 151_000), sampling=SAMPLING, echo="Once"),),
+        n=2,
+        stops=("STOP",),
+        include_usage=True,
+        timings=True,
+        path="remote",
+        priority=-1,
+        cache_salt="word",
+    ),
+    "stream_part": StreamPart(choices=(StreamTokens(tokens=(17, 4), logprobs=(LOGPROB, LOGPROB)), StreamTokens())),
+    "stream_state": StreamState(
+        owner="g0-cccc0001",
+        parts=("0a1b2c3d",),
+        choices=(
+            StreamTokens(tokens=(17,), logprobs=(LOGPROB,), finish=FinishReason.LENGTH),
+            StreamTokens(tokens=(4,), stopped=True),
+        ),
+        progress=(
+            StreamProgress(
+                identity="sha256:1234",
+                path="remote",
+                stored=128,
+                ticket=StreamTicket(room=ROOM, generation=2, decode="d0-aaaa0001"),
+            ),
+        ),
+        remaining_s=29.5,
+    ),
+    "stream_state_failed": StreamState(
+        owner="g0-cccc0001",
+        choices=(StreamTokens(),),
+        progress=(StreamProgress(timings='{"queue_s": 0.25}'),),
+        remaining_s=0.0,
+        failure=StreamFailure(code="engine_error", message="out of memory"),
+    ),
     "cancel": Cancel(room=ROOM, generation=2, reason="client_gone"),
     "cancel_choice": Cancel(room=ROOM, generation=2, reason="stop_string", choice=1),
     "fail": Fail(
@@ -251,7 +305,7 @@ SAMPLES: dict[str, WireModel] = {
 }
 
 
-_ON_THE_BUS = ("shared.protocol.messages", "shared.protocol.reports")
+_ON_THE_BUS = ("shared.protocol.messages", "shared.protocol.reports", "shared.protocol.stream_messages")
 
 
 def kinds_of_message(base: type[WireModel] = WireModel) -> list[type[WireModel]]:

@@ -25,6 +25,7 @@ from shared.protocol.messages import (
 )
 from shared.protocol.packing import pack_bytes, pack_ints, unpack_bytes, unpack_ints
 from shared.protocol.reports import WorkerReport
+from shared.protocol.stream_messages import HandOver
 from shared.protocol.wire import MalformedMessage, WireModel, decode, encode
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
@@ -36,7 +37,7 @@ JSON = st.recursive(
 )
 
 
-_ON_THE_BUS = ("shared.protocol.messages", "shared.protocol.reports")
+_ON_THE_BUS = ("shared.protocol.messages", "shared.protocol.reports", "shared.protocol.stream_messages")
 
 
 def kinds_by_name(base: type[WireModel] = WireModel) -> dict[str, type[WireModel]]:
@@ -123,6 +124,9 @@ def test_a_mutated_message_is_malformed_or_makes_sense(case: tuple[type[WireMode
         (Verdict, b'{"ok": true, "retry_after_s": -1}'),
         (Verdict, b'{"ok": true, "retry_after_s": NaN}'),
         (DestinationReply, b'{"status": "maybe"}'),
+        (HandOver, b'{"stream": "0", "gateway": "g"}'),
+        (HandOver, b'{"stream": "' + b"A" * 32 + b'", "gateway": "g"}'),
+        (HandOver, b'{"stream": "' + b"a" * 32 + b'", "gateway": "g.>"}'),
         (Reserve, encode(reserve((1,))).replace(b'"room":1', b'"room":0')),
         (Reserve, encode(reserve((1,))).replace(b'"room":1', b'"room":9223372036854775808')),
         (Reserve, encode(reserve((1,))).replace(b'"generation":1', b'"generation":0')),
