@@ -9,7 +9,7 @@ from services.gateway.router import Route
 from shared.machines import request as machine
 from shared.machines.stepping import Event, Outcome
 from shared.protocol import subjects
-from shared.protocol.messages import Prefill, Reserve
+from shared.protocol.messages import Prefill, Reserve, TicketTimings
 from shared.protocol.wire import WireModel
 
 
@@ -41,6 +41,17 @@ class Attempt:
     @property
     def peers(self) -> frozenset[str]:
         return frozenset() if self.route is None else frozenset(worker.peer for worker in self.route.workers)
+
+    def path_by(self, ticket: TicketTimings) -> str:
+        """Which way the state came; pending as long as P's first tokens are here and D alone can say whether the stores
+        have brought anything. ticket: what it says of itself."""
+        assert self.route is not None
+        if self.path is not None or not self.route.load:
+            return self.path or self.route.path
+        if not self.box.taken_over:
+            return "pending"
+        otherwise = "local" if self.route.prefill is None else "remote"
+        return self.route.path if ticket.loaded_tokens else otherwise
 
     @property
     def done(self) -> bool:

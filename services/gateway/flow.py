@@ -5,25 +5,23 @@ leg. Each attempt is a new ticket: a new room and the next generation. Where one
 tokens that the client has, and the client sees nothing of it but the gap. Only when too many fail is it told.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 from services.gateway.admission import RoomQueue, Waiting
 from services.gateway.adoption import adopt
+from services.gateway.asking import Asking
 from services.gateway.attempt import Attempt
-from services.gateway.costs import Estimate, Rates
+from services.gateway.costs import Rates
 from services.gateway.farewells import Farewells
 from services.gateway.flow_settings import GatewayFlowSettings
 from services.gateway.generation import GenerationRequest, TokenEvent
 from services.gateway.history import History, Past
 from services.gateway.inbox import Inbox
-from services.gateway.legs import TICK_S, Legs
+from services.gateway.legs import Legs
 from services.gateway.moving import Draining, Moves
 from services.gateway.peer_watch import PeerWatch
 from services.gateway.prefixes import STORES, Beginning, Prefixes
 from services.gateway.recovery import Recoveries
-from services.gateway.router import Demand, Route
 from services.gateway.timings import Stopwatch
 from services.gateway.workers import WorkerRegistry
 from shared.bus.listen import listen
@@ -36,12 +34,10 @@ from shared.runtime.deps import Deps
 from shared.runtime.errors import (
     BatonError,
     CapacityError,
-    DeadlineExceeded,
     InvalidRequest,
     PeerLost,
     PrefixGone,
     StoreError,
-    error_from_code,
 )
 from shared.runtime.ids import new_room
 
@@ -95,11 +91,10 @@ class RequestFlow:
         self._begun_at = g.deps.clock.now()
         self._deadline = self._begun_at + request.timeout_s
         self._place = Waiting(self._begun_at, request.priority)
-        self._failed_peers: frozenset[str] = frozenset()
         self._past = past or Past(History.empty(request.sampling.n))
         self._history = self._past.history
-        self._identity = self._past.identity
         self._beginning = Beginning(g.prefixes, request.sharing, g.registry.is_alive)
+        self._asking = Asking(request, self._history, self._beginning, g.rates, g.settings, self._past.identity)
         self._recoveries = Recoveries(g.deps.clock, g.deps.counters, self._begun_at, g.settings.max_recoveries)
         self._watch = Stopwatch(g.deps.clock)
         self._attempt: Attempt | None = None
@@ -142,9 +137,7 @@ class RequestFlow:
                     attempt.apply(Ended(generation, Cause(error.code, error.message)))
                     self._begin_recovery(error)
                 except BatonError as error:
-                    is_failure = attempt.granted or not isinstance(
-                        error, CapacityError
-                    )  # a no for want of room is none
+                    is_failure = attempt.granted or not isinstance(error, CapacityError)  # want of room is none
                     attempt.apply(Ended(generation, Cause(error.code, error.message, by=error.by)))
                     self._g.moves.ended(self)
                     if isinstance(error, StoreError):
@@ -168,7 +161,7 @@ class RequestFlow:
 
     async def _adopt(self) -> tuple[Attempt, Legs] | None:
         """The ticket that another gateway has begun, where it still lives; else it has been lost with that gateway."""
-        adopted = await adopt(self._g, self._request, self._past, self._trunk_len, self._deadline)
+        adopted = await adopt(self._g, self._request, self._past, self._asking.trunk_len, self._deadline)
         if adopted is not None:
             self._attempt, self._legs = adopted
         elif self._history.begun:
@@ -179,7 +172,7 @@ class RequestFlow:
         room = new_room()
         box = self._g.inbox.open(room, generation, self._history)
         self._legs = None
-        now, trunk_len = self._g.deps.clock.now(), self._trunk_len
+        now, trunk_len = self._g.deps.clock.now(), self._asking.trunk_len
         self._attempt = Attempt(machine.Attempt(room, generation), box, self._history, now, trunk_len)
         return self._attempt
 
@@ -187,75 +180,17 @@ class RequestFlow:
         """The pair that has announced room for this request; reservations never pile up behind a busy P."""
         request = self._request
         self._beginning.grow(self._history.prefix(request.prompt))
-        demand, estimate = self._demand(), self._estimate()
+        demand, estimate, renew = self._asking.demand(), self._asking.estimate(), self._asking.renew
         self._recoveries.expect(estimate.store_s if demand.load else estimate.prefill_s)
-        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline, self._renew)
+        attempt.route = await self._g.rooms.wait(self._place, demand, attempt.room, self._deadline, renew)
         attempt.began_at = self._g.deps.clock.now()
         self._watch.routed()
         return Legs(self._g, request, attempt, attempt.route, self._deadline)
 
-    def _demand(self) -> Demand:
-        request, caught_up = self._request, self._history.caught_up()
-        held = self._beginning.held()
-        may_load = self._history.begun and not (request.strict and request.path != "auto")
-        return Demand(
-            prompt_len=self._trunk_len,
-            num_choices=len(caught_up),
-            max_tokens=request.sampling.max_tokens,
-            caught_up=caught_up,
-            path=request.path,
-            strict=request.strict,
-            avoid=self._failed_peers,
-            identity=self._identity,
-            load=may_load and self._estimate().from_store,
-            held=held,
-            near=self._g.settings.near_tokens,
-            stored=held.get(STORES, 0),
-            fetch=self._least_fetch(),
-        )
-
-    def _renew(self, demand: Demand) -> Demand:
-        """By what others have left where meanwhile."""
-        held = self._beginning.held()
-        return replace(demand, held=held, stored=held.get(STORES, 0))
-
-    def _least_fetch(self) -> int:
-        """As `Demand.fetch`."""
-        if self._request.path == "hybrid":
-            return self._g.settings.block_tokens
-        return self._g.rates.least_fetch() if self._request.path == "auto" else 0
-
-    def _estimate(self) -> Estimate:
-        return self._g.rates.estimate(self._trunk_len, self._history.stored)
-
-    @property
-    def _trunk_len(self) -> int:
-        """Positions whose state the next attempt needs before its choices go on."""
-        return self._history.prefix_len(len(self._request.prompt))
-
     async def _next_batch(self, attempt: Attempt, legs: Legs) -> tuple[TokenEvent, ...]:
-        """What has arrived, at least one message's worth; in silence, and where a token is missing, D is asked."""
-        box, deps = attempt.box, self._g.deps
-        while not box.events:
-            if box.leaving and self._g.moves.may_begin(self, box.legs["decode"], self._demand):
-                raise Draining(f"{box.legs['decode']} is about to end")
-            if box.failure is not None:
-                error = error_from_code(box.failure.code, box.failure.message)
-                error.by = box.failure.by
-                raise error
-            left = self._deadline - deps.clock.now()
-            if left <= TICK_S:
-                raise DeadlineExceeded(f"the request did not finish within {self._request.timeout_s:g} s")
-            if box.gap:
-                box.gap = False
-                await legs.replay()
-                continue
-            box.wake.clear()
-            try:
-                async with asyncio.timeout(min(self._g.settings.silence_s, left)):
-                    await box.wake.wait()
-            except TimeoutError:
-                await legs.check()
+        """What has arrived, at least one message's worth."""
+        box = attempt.box
+        await legs.until_heard(lambda: self._g.moves.may_begin(self, box.legs["decode"], self._asking.demand))
         if not attempt.has_tokens and legs.route.prefill is not None:
             self._beginning.sent(legs.route.prefill)
         attempt.has_tokens = True
@@ -268,20 +203,11 @@ class RequestFlow:
                 self._beginning.sent(legs.route.decode)
         self._history.stored = max(self._history.stored, box.stored)
         if attempt.route is not None:
-            self._path = attempt.path or self._path_of(attempt.route, box.taken_over)
-            self._identity = attempt.route.decode.report.identity
+            self._path = attempt.path_by(self._watch.last_ticket)
+            self._asking.identity = attempt.route.decode.report.identity
         if box.taken_over:
             legs.proven()
         return batch
-
-    def _path_of(self, route: Route, taken_over: bool) -> str:
-        """Whether anything came out of the stores D alone says, and P's first tokens may be here before."""
-        if not route.load:
-            return route.path
-        if not taken_over:
-            return "pending"
-        fallback = "local" if route.prefill is None else "remote"
-        return route.path if self._watch.last_ticket.loaded_tokens else fallback
 
     def _note_tokens(self, batch: tuple[TokenEvent, ...]) -> None:
         """They are as good as with the client: whatever happens from here on, they are never sent again."""
@@ -304,7 +230,7 @@ class RequestFlow:
     def _avoid_who_failed(self, attempt: Attempt, error: BatonError) -> None:
         """They are asked again only where there is no other."""
         if self._legs is not None:
-            self._failed_peers |= self._legs.blame(error) or attempt.peers
+            self._asking.avoid |= self._legs.blame(error) or attempt.peers
 
     def _may_go_on(self, attempt: Attempt, error: BatonError) -> bool:
         """Whether another attempt may bring what is left."""
@@ -348,7 +274,7 @@ class RequestFlow:
         attempt, ticket = self._attempt, None
         if attempt is not None and attempt.box.taken_over:
             ticket = StreamTicket(room=attempt.room, generation=attempt.generation, decode=attempt.box.legs["decode"])
-        return Past(self._history, self._identity, self._path, ticket, self.cached_tokens)
+        return Past(self._history, self._asking.identity, self._path, ticket, self.cached_tokens)
 
     def leave(self) -> None:
         """It is about to end here, and what its decode worker does goes on for another gateway."""

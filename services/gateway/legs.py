@@ -4,11 +4,13 @@ Every failure names the leg to blame (`error.by`), for the circuit breakers and 
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from services.gateway.attempt import Attempt, Order, orders_of
 from services.gateway.breaker import blamed
 from services.gateway.generation import GenerationRequest
+from services.gateway.moving import Draining
 from services.gateway.router import Route
 from shared.bus.ask import ask
 from shared.machines.stepping import Cause
@@ -103,6 +105,31 @@ class Legs:
             except DeadlineExceeded:
                 if deadline >= self._deadline or not registry.was_deaf(grant_s):
                     raise
+
+    async def until_heard(self, may_move: Callable[[], bool]) -> None:
+        """Until tokens have arrived; in silence, and where one is missing, D is asked. Raises what has failed, and
+        Draining where D is about to end and the stream may leave it now."""
+        box, deps = self._attempt.box, self._g.deps
+        while not box.events:
+            if box.leaving and may_move():
+                raise Draining(f"{box.legs['decode']} is about to end")
+            if box.failure is not None:
+                error = error_from_code(box.failure.code, box.failure.message)
+                error.by = box.failure.by
+                raise error
+            left = self._deadline - deps.clock.now()
+            if left <= TICK_S:
+                raise DeadlineExceeded(f"the request did not finish within {self._request.timeout_s:g} s")
+            if box.gap:
+                box.gap = False
+                await self.replay()
+                continue
+            box.wake.clear()
+            try:
+                async with asyncio.timeout(min(self._g.settings.silence_s, left)):
+                    await box.wake.wait()
+            except TimeoutError:
+                await self.check()
 
     async def check(self) -> None:
         """Nothing came for a while. Who is lost is known from the heartbeats; D is asked for what may have got lost."""

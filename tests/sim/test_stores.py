@@ -93,7 +93,7 @@ def test_whatever_a_store_says_instead_of_a_load_is_nobodys_failure(code: str) -
             assert answer.error is None
             assert answer.tokens == await oracle(PROMPT, **GREEDY)
             assert store.num_asked == 1, "it is not asked again for what it did not bring"
-            assert flows[0]._failed_peers == set(lost), "only who is gone is avoided"
+            assert flows[0]._asking.avoid == set(lost), "only who is gone is avoided"
             (loss,) = answer.timings["recovery"]
             assert (loss["cause"], loss["path"], answer.timings["attempts"]) == ("peer_lost", "remote", 3)
             counters = cluster.gateway.counters
