@@ -97,6 +97,8 @@ class Answer:
                 body = self._renderer.whole(self._choices, self._ending())
                 return web.Response(body=body, content_type="application/json")
             finally:
+                if not self._is_resumed:
+                    metrics.tokens.labels("cached").inc(self._cached_tokens())
                 metrics.tokens.labels("completion").inc(self._completion_tokens() - self._tokens_before)
                 metrics.paths.labels(self._context.path).inc()
                 metrics.duration_s.observe(asyncio.get_running_loop().time() - self._started)
@@ -200,6 +202,9 @@ class Answer:
             return PENDING
         return known.pop()
 
+    def _cached_tokens(self) -> int:
+        return sum(one.cached_tokens for one in self._generations)
+
     def _completion_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self._choices)
 
@@ -209,7 +214,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in self._generations)},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
         }
         if not self._plan.tell_baton:
             return Ending(usage, None)

@@ -56,6 +56,7 @@ async def test_metrics(gateway: Any) -> None:
         'baton_http_requests_total{route="completions",status="200"} 1.0',
         'baton_http_paths_total{path="remote"} 1.0',
         'baton_http_tokens_total{kind="prompt"} 3.0',
+        'baton_http_tokens_total{kind="cached"} 2.0',
         'baton_http_tokens_total{kind="completion"} 13.0',
         "baton_time_to_first_token_seconds_count 1.0",
         "baton_inter_token_seconds_count 12.0",
