@@ -12,7 +12,7 @@ config=${NATS_CONFIG:-/tmp/nats.conf}
     echo 'host: "0.0.0.0"'
     echo 'port: 4222'
     echo 'http_port: 8222'
-    printf 'jetstream { store_dir: %s }\n' "$(quoted "${NATS_STORE:-/tmp/jetstream}")"
+    printf 'jetstream { store_dir: %s }\n' "$(quoted "${NATS_STORE:-/var/lib/nats}")"
     if [ -n "${BATON_NATS_USER:-}" ]; then
         printf 'authorization { user: %s, password: %s }\n' \
             "$(quoted "$BATON_NATS_USER")" "$(quoted "$BATON_NATS_PASSWORD")"

@@ -189,7 +189,7 @@ def test_nats_asks_for_the_password_that_all_processes_get(given: dict[str, str]
     assert done.returncode == 0, done.stderr
     assert "is valid" in done.stderr
     assert config.stat().st_mode & 0o077 == 0
-    assert 'jetstream { store_dir: "/tmp/jetstream" }' in config.read_text()  # for resumable streams
+    assert 'jetstream { store_dir: "/var/lib/nats" }' in config.read_text()  # for resumable streams
     wanted = 'authorization { user: "baton", password: "a \\"b\\" \\\\ $c 1" }'
     lines = [line for line in config.read_text().splitlines() if "authorization" in line]
     assert lines == ([wanted] if given.get("BATON_NATS_USER") else [])

@@ -42,6 +42,9 @@ _CLAIMS = 5
 _SWEEPS = 8
 """In a grace period."""
 _LONGEST_SWEEP_S = 0.5
+_DETACHED_SHARE = 16
+"""So many of the streams that may be in hand go on unread; of more, those that were left first end."""
+_LEAST_DETACHED = 16
 
 Check = Callable[[Sequence[int]], None]
 """Raises where a client cannot have got what it says it has, given how many tokens of each choice there are."""
@@ -76,6 +79,7 @@ class Streams:
         self._text = text
         self._grace_s = grace_s
         self._capacity = capacity
+        self._most_detached = max(_LEAST_DETACHED, capacity // _DETACHED_SHARE)
         self._live: dict[str, LiveStream] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         self._removals: list[tuple[float, str, tuple[str, ...]]] = []
@@ -192,17 +196,18 @@ class Streams:
         while True:
             await self._deps.clock.sleep(min(_LONGEST_SWEEP_S, self._grace_s / _SWEEPS))
             now = self._deps.clock.now()
-            for live in list(self._live.values()):
-                if live.detached_at is None or self._live.get(live.id) is not live:
-                    continue  # read again, or given away meanwhile
-                if live.tape.ended:
-                    self._forget(live)
-                elif now - live.detached_at >= self._grace_s:
-                    await self._expire(live)
+            unread = sorted((at, live.id) for live in self._live.values() if (at := live.detached_at) is not None)
+            ended = [id for _, id in unread if self._live[id].tape.ended]
+            going = [(at, id) for at, id in unread if not self._live[id].tape.ended]
+            surplus = len(going) - self._most_detached
+            expired = [id for number, (at, id) in enumerate(going) if number < surplus or now - at >= self._grace_s]
+            for id in ended:
+                self._forget(self._live[id])
+            await asyncio.gather(*(self._expire(self._live[id]) for id in expired))
             due = [removal for removal in self._removals if removal[0] <= now]
             self._removals = self._removals[len(due) :]
             for _, stream, parts in due:
-                await self._journal.remove(stream, parts, None)
+                self._remove(stream, parts, None)
 
     def _forget(self, live: LiveStream) -> None:
         """It has ended, and is read out of the journal until that forgets it too."""
@@ -212,12 +217,17 @@ class Streams:
             self._removals.append((until, live.id, live.ledger.parts))
 
     async def _expire(self, live: LiveStream) -> None:
-        """Nobody came back for it."""
-        self._live.pop(live.id, None)
+        """Nobody came back for it, or too many others came after it."""
+        if live.detached_at is None or self._live.pop(live.id, None) is None:
+            return  # read again, or given away, a moment ago
         self._deps.counters.add("streams_expired")
         await live.end(StreamNotFound())
         if not live.lost:
-            await self._journal.remove(live.id, live.ledger.parts, self._deps.peer)
+            self._remove(live.id, live.ledger.parts, live.ledger.revision)
+
+    def _remove(self, stream: str, parts: Sequence[str], revision: int | None) -> None:
+        """Nobody waits for that."""
+        self._deps.spawn(self._journal.remove(stream, parts, revision), "stream-removal")
 
 
 def _as_found(live: LiveStream) -> Found:

@@ -119,7 +119,8 @@ class Journal:
         return await self._insist(write, find)
 
     async def replace(self, stream: str, state: StreamState, revision: int) -> int:
-        """Writes the next state; its revision. StreamMoved where another gateway has written one, or it has expired."""
+        """Writes the next state; its revision. StreamMoved where another gateway has written one, JournalUnavailable
+        where the journal has none any more."""
         data = encode(state)
 
         async def write() -> int:
@@ -131,43 +132,47 @@ class Journal:
             found = await states.get(stream)
             return found.revision if found is not None and found.value == data and found.revision > revision else None
 
-        return await self._insist(write, find)
+        async def is_lost() -> bool:
+            states, _ = await self._open()
+            return await states.get(stream) is None
 
-    async def _insist(self, write: Callable[[], Awaitable[T]], find: Callable[[], Awaitable[T | None]]) -> T:
-        """A server that is away is waited for. What was written although no answer came back is found again."""
+        return await self._insist(write, find, is_lost)
+
+    async def _insist(
+        self,
+        write: Callable[[], Awaitable[T]],
+        find: Callable[[], Awaitable[T | None]],
+        is_lost: Callable[[], Awaitable[bool]] | None = None,
+    ) -> T:
+        """A server that is away is waited for. What was written although no answer came back is found again. is_lost:
+        whether a write is refused because the entry it replaces is gone."""
         began, uncertain = self._clock.now(), False
         while True:
             try:
-                return await write()
-            except KvConflict as error:
-                if uncertain and (done := await self._find(find)) is not None:
-                    return done
-                raise StreamMoved("another gateway serves this stream") from error
+                try:
+                    return await write()
+                except KvConflict as error:
+                    if uncertain and (done := await find()) is not None:
+                        return done
+                    if is_lost is not None and await is_lost():
+                        raise JournalUnavailable("the journal has lost the stream, or forgotten it") from error
+                    raise StreamMoved("another gateway serves this stream") from error
             except ValueError as error:
                 raise JournalUnavailable("the stream has become too large to be written down") from error
-            except BusError as error:
+            except (BusError, NotResumable) as error:
                 uncertain = True
-                lost = isinstance(error, BucketGone | NoKeyValue)
-                if self._clock.now() - began >= (_RETURN_S if lost else _PATIENCE_S):
+                gone = isinstance(error, BucketGone | NoKeyValue | NotResumable)
+                if self._clock.now() - began >= (_RETURN_S if gone else _PATIENCE_S):
                     raise JournalUnavailable(f"the stream could not be written down: {error}") from error
             await self._clock.sleep(_PAUSE_S)
 
-    async def _find(self, find: Callable[[], Awaitable[T | None]]) -> T | None:
-        try:
-            return await find()
-        except BusError as error:
-            raise JournalUnavailable(f"the stream could not be looked up: {error}") from error
-
-    async def remove(self, stream: str, parts: Sequence[str], owner: str | None) -> None:
-        """owner: who may end it; None where its state has expired already. What is another's stays, and what cannot be
-        removed goes in its time."""
+    async def remove(self, stream: str, parts: Sequence[str], revision: int | None) -> None:
+        """revision: of the state that goes; None where it has expired already. What has been written since stays, and
+        what cannot be removed goes in its time."""
         with contextlib.suppress(BusError, NotResumable, JournalUnavailable):
             states, kept = await self._open()
-            if owner is not None:
-                page = await self.read(stream)
-                if page is None or page.state.owner != owner:
-                    return
-                await states.delete(stream, page.revision)
+            if revision is not None:
+                await states.delete(stream, revision)
             for name in ("request", *parts):
                 await kept.delete(f"{stream}.{name}")
 

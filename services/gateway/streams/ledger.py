@@ -5,6 +5,7 @@ gets StreamMoved and neither writes nor sends anything more.
 """
 
 import json
+from collections.abc import Iterator
 
 from services.gateway.generation import TokenEvent
 from services.gateway.streams.journal import Journal, Page
@@ -69,10 +70,16 @@ class Ledger:
         """Writes all that has come since the last call, and puts it onto the tape. With nothing new it says that we are
         still here. Not to be called twice at a time."""
         draft, self.draft = self.draft, Draft(len(self.draft.events))
-        if sum(map(len, self._tail())) >= PART_TOKENS:
-            await self._put_tail_away()
-        await self._replace(draft)
-        self._publish(draft)
+        for part in _slices(draft):
+            if sum(map(len, self._tail())) >= PART_TOKENS:
+                await self._put_tail_away()
+            await self._replace(part)
+            self._publish(part)
+
+    @property
+    def revision(self) -> int:
+        """Of the state that was written last."""
+        return self._revision
 
     async def _replace(self, draft: Draft) -> None:
         self._revision = await self._journal.replace(self.stream, self._state(draft), self._revision)
@@ -126,3 +133,17 @@ class Ledger:
             prompt.path, prompt.cached_tokens = now.path, now.cached_tokens
         tape.failure = tape.failure or draft.failure
         tape.grown.set()
+
+
+def _slices(draft: Draft) -> Iterator[Draft]:
+    """What came while the journal was away may be more than one entry holds: some tokens of every choice at a time. All
+    else that there is to say comes with the last of them."""
+    each = max(1, PART_TOKENS // len(draft.events))
+    longest = max(map(len, draft.events))
+    for start in range(0, longest - each, each):
+        part = Draft(len(draft.events))
+        part.events = [events[start : start + each] for events in draft.events]
+        yield part
+    last = max(0, longest - 1) // each * each
+    draft.events = [events[last:] for events in draft.events]
+    yield draft

@@ -20,6 +20,8 @@ from shared.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 _END_S = 5.0
+_SHOWN = 8
+"""Of an id in logs: who knows all of it may read the stream where there are no API keys."""
 
 
 class ResumableGeneration(Generation, Protocol):
@@ -72,7 +74,7 @@ class LiveStream:
         return self.ledger.tape
 
     def start(self) -> None:
-        self._task = self._deps.spawn(self._run(), f"stream-{self.id}")
+        self._task = self._deps.spawn(self._run(), f"stream-{self.id[:_SHOWN]}")
 
     def attach(self, start: Sequence[int]) -> Reader:
         """A connection that has so many tokens of each choice takes the stream; the one before it ends."""
@@ -116,12 +118,19 @@ class LiveStream:
                 finally:
                     for drive in drives:
                         drive.cancel()
-        except* (StreamMoved, JournalUnavailable) as errors:
+        except* Exception as errors:
             self.lost = True
-            self.tape.failure = _first(errors)
+            self.tape.failure = self._why_lost(_first(errors))
             moved = isinstance(self.tape.failure, StreamMoved)
             self._deps.counters.add("streams_lost" if moved else "streams_unwritten")
             self.tape.grown.set()
+
+    def _why_lost(self, error: Exception) -> BatonError:
+        """Whatever it was, whoever reads must not wait for ever."""
+        if isinstance(error, StreamMoved | JournalUnavailable):
+            return error
+        log.error("stream %s… is given up", self.id[:_SHOWN], exc_info=error)
+        return JournalUnavailable("the stream could not be written down")
 
     def _leave_tickets(self) -> None:
         for generation in self._generations.values():
@@ -151,11 +160,12 @@ class LiveStream:
             if not all(past.history.over):
                 async for batch in generation:
                     self._take(number, generation, batch)
+            self.ledger.progress[number] = generation.progress()
             self.ledger.draft.timings[number] = generation.timings()
         except BatonError as error:
             self._fail(error)
         except Exception:
-            log.exception("stream %s failed", self.id)
+            log.exception("stream %s… failed", self.id[:_SHOWN])
             self._fail(BatonError())
         finally:
             self._come.set()
@@ -191,9 +201,8 @@ class LiveStream:
                 matcher.push((event.token,), hide_last=event.finish is FinishReason.STOP)
 
 
-def _first(errors: ExceptionGroup[BatonError]) -> BatonError:
-    inner: BaseException = errors
-    while isinstance(inner, BaseExceptionGroup):
+def _first(errors: ExceptionGroup[Exception]) -> Exception:
+    inner: Exception = errors
+    while isinstance(inner, ExceptionGroup):
         inner = inner.exceptions[0]
-    assert isinstance(inner, BatonError)
     return inner
