@@ -91,7 +91,7 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
         """Tokens from k, of a live ticket or of one that ended a short while ago."""
         ticket = self.tickets.addressed(wanted)
         if ticket is not None and wanted.gateway is not None:
-            self.give_to(ticket, wanted.gateway)
+            self.give_to(ticket, wanted.gateway, wanted.epoch)
         if ticket is not None:
             cause = ticket.state.cause
             entries = tuple(ticket.entry(c, 0) for c in range(len(ticket.choices)))
@@ -109,14 +109,9 @@ class DecodeDesk(WorkerDesk[DecodeTicket]):
             status=ReplayStatus.ENDED, entries=parts, code=cause.code, message=cause.message, by=cause.by
         )
 
-    async def on_cancel(self, order: Cancel) -> Verdict:
-        """Also ends a single choice."""
-        if order.choice is None:
-            return await super().on_cancel(order)
-        ticket = self.tickets.addressed(order)
-        if ticket is not None and ticket.stop_choice(order.choice):
-            self.engine.finish_choice(ticket.key, order.choice)
-        return Verdict(ok=True)
+    def end_choice(self, ticket: DecodeTicket, choice: int) -> None:
+        if ticket.stop_choice(choice):
+            self.engine.finish_choice(ticket.key, choice)
 
     async def on_fail(self, notice: Fail) -> Verdict:
         """P gave the ticket up; once D has taken over P has no part in it any more. What we have not heard of yet can

@@ -3,14 +3,13 @@ computed again. It is told where its tokens go from now on, and asked for those 
 
 from typing import TYPE_CHECKING
 
-from services.gateway.attempt import Attempt
+from services.gateway.attempt import Attempt, cancel_of
 from services.gateway.generation import GenerationRequest
 from services.gateway.history import Past
 from services.gateway.legs import Legs
 from services.gateway.router import Route
 from shared.machines import request as machine
 from shared.machines.stepping import Cause, Ended
-from shared.protocol.messages import Cancel
 from shared.protocol.stream_messages import StreamTicket
 from shared.runtime.errors import BatonError
 
@@ -26,13 +25,13 @@ async def adopt(
     g: "GatewayFlow", request: GenerationRequest, past: Past, trunk_len: int, deadline: float
 ) -> tuple[Attempt, Legs] | None:
     """The attempt, which tokens come for from now on; None where there is no such ticket any more. What may be left of
-    it there is told to end then."""
+    it there is told to end then; whoever is stopped in the midst of it leaves the ticket to the next gateway."""
     ticket = past.ticket
     if ticket is None:
         return None
     box = g.inbox.open(ticket.room, ticket.generation, past.history)  # before anybody can ask for it
     state = machine.Attempt(ticket.room, ticket.generation)
-    attempt = Attempt(state, box, past.history, g.deps.clock.now(), trunk_len)
+    attempt = Attempt(state, box, past.history, g.deps.clock.now(), trunk_len, epoch=past.epoch)
     try:
         if (route := await _route_to(g, ticket)) is not None:
             legs = await _take(g, request, attempt, route, deadline)
@@ -41,10 +40,12 @@ async def adopt(
                 g.deps.counters.add("tickets_adopted")
                 return attempt, legs
     except BaseException:
-        _let_end(g, attempt, ticket, deadline)
+        g.inbox.close(attempt.room, keep_s=request.orphan_grace_s)
         raise
     g.deps.counters.add("tickets_not_adopted")
-    _let_end(g, attempt, ticket, deadline)
+    attempt.apply(Ended(attempt.generation, Cause("stream_moved", "the ticket was not taken up")))
+    g.inbox.close(attempt.room)
+    g.farewells.tell("decode", ticket.decode, cancel_of(attempt, "the request goes on elsewhere"), deadline)
     return None
 
 
@@ -74,10 +75,3 @@ async def _route_to(g: "GatewayFlow", ticket: StreamTicket) -> Route | None:
         if worker is not None or g.deps.clock.now() >= give_up:
             return None if worker is None else Route(worker, None)
         await g.deps.clock.sleep(_LOOK_EVERY_S)
-
-
-def _let_end(g: "GatewayFlow", attempt: Attempt, ticket: StreamTicket, deadline: float) -> None:
-    attempt.apply(Ended(attempt.generation, Cause("stream_moved", "the ticket was not taken up")))
-    g.inbox.close(attempt.room)
-    order = Cancel(room=ticket.room, generation=ticket.generation, reason="the request goes on elsewhere")
-    g.farewells.tell("decode", ticket.decode, order, deadline)

@@ -9,7 +9,7 @@ from services.gateway.router import Route
 from shared.machines import request as machine
 from shared.machines.stepping import Event, Outcome
 from shared.protocol import subjects
-from shared.protocol.messages import Prefill, Reserve, TicketTimings
+from shared.protocol.messages import Cancel, Prefill, Reserve, TicketTimings
 from shared.protocol.wire import WireModel
 
 
@@ -17,7 +17,7 @@ from shared.protocol.wire import WireModel
 class Attempt:
     """state: its machine. box: what arrives for it. history: the request's own. trunk_len: positions
     whose state it needs first. proven: its legs were seen to work. path: which way the state came, where its route does
-    not say so: it was taken up from another gateway."""
+    not say so: it was taken up from another gateway. epoch: ours, where it was; else 0."""
 
     state: machine.Attempt
     box: Letterbox
@@ -29,6 +29,7 @@ class Attempt:
     has_tokens: bool = False
     proven: bool = False
     path: str | None = None
+    epoch: int = 0
 
     @property
     def room(self) -> int:
@@ -127,3 +128,9 @@ def orders_of(
         salt=request.salt,
     )
     return (*orders, Order("prefill", prefill, subjects.PREFILL, compute))
+
+
+def cancel_of(attempt: Attempt, reason: str, choice: int | None = None) -> Cancel:
+    """What ends it, or a choice of it; under our epoch, so that it ends nothing once another gateway has it."""
+    room, generation = attempt.room, attempt.generation
+    return Cancel(room=room, generation=generation, reason=reason, choice=choice, epoch=attempt.epoch)

@@ -259,11 +259,12 @@ class RequestFlow:
     def _close_attempt(self, attempt: Attempt) -> None:
         """Ends the attempt whatever its state; each leg that may still hold something is told."""
         attempt.apply(Ended(attempt.generation, Cause(CANCELLED, "the client went away")))
-        self._g.inbox.close(attempt.room)
+        is_left = self._is_left and self.progress().ticket is not None
+        self._g.inbox.close(attempt.room, keep_s=self._request.orphan_grace_s if is_left else 0.0)
         self._history.stored = max(self._history.stored, attempt.box.stored)
         self._beginning.kept(self._history.stored)
         if self._legs is not None:
-            self._legs.end(attempt.state.cause.code if attempt.state.cause else "", tell=not self._is_left)
+            self._legs.end(attempt.state.cause.code if attempt.state.cause else "", tell=not is_left)
 
     @property
     def path(self) -> str:
@@ -278,7 +279,7 @@ class RequestFlow:
 
     def leave(self) -> None:
         """It is about to end here, and what its decode worker does goes on for another gateway."""
-        self._is_left = self.progress().ticket is not None
+        self._is_left = True
 
     @property
     def cached_tokens(self) -> int:

@@ -61,10 +61,12 @@ class History:
 @dataclass(frozen=True, slots=True)
 class Past:
     """What another gateway has done for a request. identity: of the model that began it, which no other may end. path:
-    which way its state came. ticket: which may still live. cached_tokens: of the prompt, once it has begun."""
+    which way its state came. ticket: which may still live. cached_tokens: of the prompt, once it has begun.
+    epoch: ours, above that of every gateway that has had the ticket."""
 
     history: History
     identity: str | None = None
     path: str = "pending"
     ticket: StreamTicket | None = None
     cached_tokens: int | None = None
+    epoch: int = 0

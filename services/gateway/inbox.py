@@ -11,8 +11,10 @@ from services.gateway.generation import TokenEvent
 from services.gateway.history import History
 from shared.machines.stepping import Cause
 from shared.protocol.messages import Fail, RollCall, RollCallReply, TicketTimings, TokenEntry, Tokens, Verdict
+from shared.runtime.clock import Clock, LoopClock
 from shared.runtime.counters import Counters
 from shared.runtime.errors import PeerLost
+from shared.runtime.tombstones import Tombstones
 
 
 @dataclass(slots=True)
@@ -91,9 +93,12 @@ class Letterbox:
 class Inbox:
     """room -> letterbox. What comes for a room that is not open, or another generation, is counted."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, clock: Clock | None = None) -> None:
         self._boxes: dict[int, Letterbox] = {}
         self._counters = counters
+        self._clock = clock or LoopClock()
+        self._kept: Tombstones[float] = Tombstones(self._clock)
+        """Until when: rooms of tickets that were left for another gateway, which may not have asked for them yet."""
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -104,8 +109,11 @@ class Inbox:
         self._boxes[room] = box
         return box
 
-    def close(self, room: int) -> None:
+    def close(self, room: int, keep_s: float = 0.0) -> None:
+        """keep_s: for so long the ticket is not over, for another gateway may take it up."""
         self._boxes.pop(room, None)
+        if keep_s:
+            self._kept.put(room, self._clock.now() + keep_s)
 
     async def on_tokens(self, message: Tokens) -> Verdict:
         for entry in message.entries:
@@ -135,7 +143,9 @@ class Inbox:
 
     async def on_roll_call(self, question: RollCall) -> RollCallReply:
         """A worker asks which of its tickets are over."""
-        return RollCallReply(gone=tuple(room for room in question.rooms if room not in self._boxes))
+        now = self._clock.now()
+        over = (room for room in question.rooms if room not in self._boxes and (self._kept.get(room) or now) <= now)
+        return RollCallReply(gone=tuple(over))
 
     def peers(self) -> list[tuple[str, str]]:
         """(role, peer) of everybody who serves an open room."""

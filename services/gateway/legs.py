@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from services.gateway.attempt import Attempt, Order, orders_of
+from services.gateway.attempt import Attempt, Order, cancel_of, orders_of
 from services.gateway.breaker import blamed
 from services.gateway.generation import GenerationRequest
 from services.gateway.moving import Draining
@@ -15,7 +15,7 @@ from services.gateway.router import Route
 from shared.bus.ask import ask
 from shared.machines.stepping import Cause
 from shared.protocol import subjects
-from shared.protocol.messages import Cancel, Replay, ReplayReply, ReplayStatus, Verdict
+from shared.protocol.messages import Replay, ReplayReply, ReplayStatus, Verdict
 from shared.runtime.errors import (
     BatonError,
     DeadlineExceeded,
@@ -150,7 +150,9 @@ class Legs:
         over = attempt.history.over
         wanted = tuple((c, k) for c, k in enumerate(box.expected) if not box.finished[c] and not over[c])
         gateway = deps.peer if mine else None
-        message = Replay(room=attempt.room, generation=attempt.generation, wanted=wanted, gateway=gateway)
+        message = Replay(
+            room=attempt.room, generation=attempt.generation, wanted=wanted, gateway=gateway, epoch=attempt.epoch
+        )
         deadline = min(self._deadline, deps.clock.now() + self._g.settings.grant_s)
         try:
             where = subjects.subject("decode", decode, subjects.REPLAY)
@@ -194,8 +196,7 @@ class Legs:
             self._g.registry.settle(worker.peer, self._attempt.room, granted=True)
 
     def stop_choice(self, choice: int) -> None:
-        attempt = self._attempt
-        order = Cancel(room=attempt.room, generation=attempt.generation, reason="stop", choice=choice)
+        order = cancel_of(self._attempt, "stop", choice)
         self._g.farewells.tell("decode", self.route.decode.peer, order, self._deadline)
 
     def end(self, reason: str, *, tell: bool = True) -> None:
@@ -207,7 +208,7 @@ class Legs:
             self._g.rooms.breakers.released(key, attempt.room)
         if not tell or not attempt.cancel_legs or all(attempt.box.finished):
             return
-        order = Cancel(room=attempt.room, generation=attempt.generation, reason=reason)
+        order = cancel_of(attempt, reason)
         for role, peer in attempt.box.legs.items():
             self._g.farewells.tell(role, peer, order, self._deadline)
 

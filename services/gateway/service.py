@@ -47,7 +47,7 @@ class GatewayService(Service):
         super().__init__(settings)
         self.settings = settings
         self.workers = WorkerRegistry(self.clock, self.counters, settings.worker_timeout_s)
-        self.inbox = Inbox(self.counters)
+        self.inbox = Inbox(self.counters, self.clock)
         self.rooms = RoomQueue(
             self.workers,
             DefaultPolicy(),

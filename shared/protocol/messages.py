@@ -309,6 +309,8 @@ class Replay(TicketMessage):
     wanted: Annotated[tuple[tuple[Index, Index], ...], Field(max_length=MAX_CHOICES)]
     gateway: PeerName | None = None
     """The ticket is this gateway's from now on, whoever's it was; None: nothing changes."""
+    epoch: Index = 0
+    """Of that gateway, among those that have had the ticket; an earlier one than the ticket's own changes nothing."""
 
 
 class ReplayStatus(StrEnum):
@@ -329,12 +331,14 @@ class ReplayReply(WireModel):
 
 
 class Cancel(TicketMessage):
-    """End the ticket, or one choice of it. Of an unknown ticket it leaves a tombstone."""
+    """End the ticket, or one choice of it. Of an unknown ticket it leaves a tombstone. epoch: under which the gateway
+    has had it; where a later one has taken it over nothing ends."""
 
     kind: Literal["cancel"] = "cancel"
     v: Literal[1] = 1
     reason: Note
     choice: Index | None = None
+    epoch: Index = 0
 
 
 class Fail(TicketMessage):
@@ -358,7 +362,7 @@ class Ping(WireModel):
 
 class RollCall(WireModel):
     """Worker to gateway: which of these rooms do you not know? A room is opened before anybody hears of it and never
-    used again, so one that is unknown is over."""
+    used again, so one that is unknown is over. What was left for another gateway is known for a while."""
 
     kind: Literal["roll_call"] = "roll_call"
     v: Literal[1] = 1

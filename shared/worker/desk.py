@@ -134,15 +134,23 @@ class WorkerDesk(ABC, Generic[T]):
             self.deps.changed()
 
     async def on_cancel(self, order: Cancel) -> Verdict:
-        """Ends a ticket. Of an unknown one a tombstone stays: it can never begin."""
+        """Ends a ticket, or a choice of it. Of an unknown one a tombstone stays: it can never begin."""
         ticket = self.tickets.addressed(order)
         if ticket is None:
-            self.tickets.bury(order, Cause(CANCELLED, order.reason, by="gateway"))
-        elif order.choice is None:
+            if order.choice is None:
+                self.tickets.bury(order, Cause(CANCELLED, order.reason, by="gateway"))
+        elif order.epoch < ticket.epoch:  # another gateway has it now
+            self.deps.counters.add("cancels_stale")
+        elif order.choice is not None:
+            self.end_choice(ticket, order.choice)
+        else:
             if order.reason in _NO_ROOM:
                 self._return_claim(ticket)
             ticket.end(CANCELLED, order.reason, by="gateway")
         return Verdict(ok=True)
+
+    def end_choice(self, ticket: T, choice: int) -> None:
+        """The gateway needs no more of that choice."""
 
     def _return_claim(self, ticket: T) -> None:
         """The other worker had no room. What was granted here is kept for the request's next try, but only every second
@@ -190,8 +198,12 @@ class WorkerDesk(ABC, Generic[T]):
         """How long it is kept where its gateway is gone."""
         return 0.0
 
-    def give_to(self, ticket: T, gateway: str) -> None:
-        """That gateway waits for it from now on."""
+    def give_to(self, ticket: T, gateway: str, epoch: int) -> None:
+        """That gateway waits for it from now on, unless a later one does."""
+        if epoch < ticket.epoch:
+            self.deps.counters.add("replays_stale")
+            return
+        ticket.epoch = epoch
         if ticket.order.gateway != gateway:
             ticket.order = ticket.order.model_copy(update={"gateway": gateway})
             ticket.orphaned = Orphaned()

@@ -2,7 +2,8 @@
 
 A cancel can get lost for longer than anybody repeats it while the gateway that sent it lives on; without a question the
 ticket's pages would be held until the request's deadline. The answer is sound whatever was delayed: a gateway opens a
-room before anybody hears of it and never uses it again, so a room that it does not know is over.
+room before anybody hears of it and never uses it again, so a room that it does not know is over. One that it has left
+for another gateway it knows for a while.
 """
 
 from collections.abc import Callable, Iterable

@@ -44,8 +44,8 @@ class Orphaned:
 
 class LiveTicket(Generic[O, S]):
     """Belongs to the desk's table from the verdict until its pages are free. past: what its choices have given out
-    before, where they go on from there. sharing: with whom it shares its state. doors: keys
-    under which stores may write into its pages.
+    before, where they go on from there. epoch: of the gateway that has it now; 0: who ordered it. sharing: with whom it
+    shares its state. doors: keys under which stores may write into its pages.
 
     Every change of state goes through `apply`, which steps the machine and hands the effects to `perform`.
     """
@@ -63,6 +63,7 @@ class LiveTicket(Generic[O, S]):
         self.deadline = self.granted_at + order.remaining_s
         self.need = Need(0, 0)
         self.past: Past = NEW
+        self.epoch = 0
         self.orphaned = Orphaned()
         self.sharing = Sharing()
         self.doors: list[TicketKey] = []

@@ -183,7 +183,7 @@ class Worker(Process):
 class Gateway(Process):
     async def start(self) -> None:
         self.registry = WorkerRegistry(self.clock, self.counters, WORKER_TIMEOUT_S)
-        self.inbox = Inbox(self.counters)
+        self.inbox = Inbox(self.counters, self.clock)
         self.rooms = RoomQueue(self.registry, DefaultPolicy(), self.clock, max_queued=64, queue_timeout_s=30.0)
         self.flow = GatewayFlow(self.deps, self.registry, self.inbox, self.rooms, self.cluster.gateway_flow)
         self.cluster.on_built(self)

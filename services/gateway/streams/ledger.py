@@ -36,7 +36,8 @@ class Draft:
 
 
 class Ledger:
-    """tape: what is in force; only `write` changes it. deadline: of the request, by the clock."""
+    """tape: what is in force; only `write` changes it. deadline: of the request, by the clock. epoch: the revision at
+    which it became ours; 0: it was from the beginning."""
 
     def __init__(
         self, stream: str, journal: Journal, tape: Tape, n: int, owner: str, clock: Clock, deadline: float
@@ -46,6 +47,7 @@ class Ledger:
         self.draft = Draft(n * len(tape.prompts))
         self.progress = [prompt.past() for prompt in tape.prompts]
         self.parts: tuple[str, ...] = ()
+        self.epoch = 0
         self._journal = journal
         self._n = n
         self._owner = owner
@@ -65,6 +67,7 @@ class Ledger:
         self.parts = page.state.parts
         self._revision = page.revision
         await self._replace(self.draft)
+        self.epoch = self._revision
 
     async def write(self) -> None:
         """Writes all that has come since the last call, and puts it onto the tape. With nothing new it says that we are

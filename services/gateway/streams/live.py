@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from services.gateway.api.plan import Plan
@@ -153,7 +154,7 @@ class LiveStream:
 
     async def _drive(self, number: int) -> None:
         """One prompt, from where the tape ends. Of several that fail the first is what the stream ends with."""
-        past = self.tape.prompts[number].past()
+        past = replace(self.tape.prompts[number].past(), epoch=self.ledger.epoch)
         generation = self._generator.generate(self.plan.requests[number], past)
         self._generations[number] = generation
         try:

@@ -9,7 +9,8 @@ from services.gateway.generation import TokenEvent
 from services.gateway.history import History
 from services.gateway.inbox import Inbox
 from shared.machines.stepping import Cause
-from shared.protocol.messages import Fail, FinishReason, TokenEntry, TokenLogprob, Tokens
+from shared.protocol.messages import Fail, FinishReason, RollCall, TokenEntry, TokenLogprob, Tokens
+from shared.runtime.clock import LoopClock
 from shared.runtime.counters import Counters
 
 ROOM, GENERATION = 5, 2
@@ -89,3 +90,40 @@ async def test_strangers_are_counted_and_change_nothing() -> None:
     await inbox.on_tokens(Tokens(sender="d", entries=(entry(0, (9,)),)))
     assert counters["late_tokens"] == 2
     assert len(inbox) == 0
+
+
+class SetClock(LoopClock):
+    at = 100.0
+
+    def now(self) -> float:
+        return self.at
+
+
+async def test_the_roll_says_what_is_over() -> None:
+    """A room that is open is not, nor for a while one that was left for another gateway."""
+    clock = SetClock()
+    inbox = Inbox(Counters(), clock)
+    for room in (1, 2, 3, 4):
+        inbox.open(room, GENERATION, History.empty(1))
+    inbox.close(2)
+    inbox.close(3, keep_s=8.0)
+    inbox.close(4, keep_s=30.0)
+
+    async def over() -> tuple[int, ...]:
+        return (await inbox.on_roll_call(RollCall(sender="d", rooms=(1, 2, 3, 4, 5)))).gone
+
+    assert await over() == (2, 5)
+    clock.at += 7.9
+    assert await over() == (2, 5)
+    clock.at += 0.2
+    assert await over() == (2, 3, 5)
+    clock.at += 30.0
+    assert await over() == (2, 3, 4, 5)
+
+
+async def test_rooms_that_were_left_are_bounded_in_number() -> None:
+    inbox = Inbox(Counters(), SetClock())
+    for room in range(1, 6001):
+        inbox.close(room, keep_s=8.0)
+    reply = await inbox.on_roll_call(RollCall(sender="d", rooms=(1, 6000)))
+    assert reply.gone == (1,)

@@ -232,7 +232,7 @@ SAMPLES: dict[str, WireModel] = {
     "ping": Ping(),
     "roll_call": RollCall(sender="d0-aaaa0001", rooms=(1, ROOM)),
     "roll_call_reply": RollCallReply(gone=(ROOM,)),
-    "replay_adopted": Replay(room=ROOM, generation=2, wanted=((0, 5),), gateway="g1-cccc0002"),
+    "replay_adopted": Replay(room=ROOM, generation=2, wanted=((0, 5),), gateway="g1-cccc0002", epoch=17),
     "hand_over": HandOver(stream="0123456789abcdef" * 2, gateway="g1-cccc0002"),
     "stream_request": StreamRequest(
         request_id="req-00",
@@ -277,6 +277,7 @@ SAMPLES: dict[str, WireModel] = {
     ),
     "cancel": Cancel(room=ROOM, generation=2, reason="client_gone"),
     "cancel_choice": Cancel(room=ROOM, generation=2, reason="stop_string", choice=1),
+    "cancel_adopted": Cancel(room=ROOM, generation=2, reason="client_gone", epoch=17),
     "fail": Fail(
         room=ROOM, generation=2, sender="p0-bbbb0001", code="engine_error", message="out of memory", by="prefill"
     ),
