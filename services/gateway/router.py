@@ -138,10 +138,10 @@ def _candidates(demand: Demand, fleet: Fleet) -> tuple[Sequence[Worker], Sequenc
     if not decodes:
         what = "no decode worker is alive" if not fleet.decodes else "no decode worker holds the model of this answer"
         raise NoWorker(what, retry_after_s=1.0)
-    if demand.load:
+    if demand.load or (prefills and not demand.strict and _outgrows(demand, prefills)):
         is_remote = False
     elif demand.path == "auto" and not demand.strict:
-        is_remote = bool(prefills) and not _outgrows(demand, prefills)
+        is_remote = bool(prefills)
     else:
         is_remote = demand.path != "local"
     if is_remote and not prefills:

@@ -162,10 +162,15 @@ def test_an_answer_that_outgrows_every_prefill_worker_goes_on_where_it_fits() ->
         worker("prefill", "p0", 50, pages=Pages(total=50, free=50)),
     )
     decode = worker("decode", "d0")
-    route = choose(grown, [small], [decode])
-    assert route is not None
-    assert route.path == "local"
-    for strict in (replace(grown, strict=True), replace(grown, path="remote"), replace(grown, identity=None)):
+    for path in ("auto", "remote", "hybrid"):
+        route = choose(replace(grown, path=path), [small], [decode])
+        assert route is not None
+        assert route.path == "local"
+    for strict in (
+        replace(grown, strict=True),
+        replace(grown, path="remote", strict=True),
+        replace(grown, identity=None),
+    ):
         route = choose(strict, [small], [decode])
         assert route is not None
         assert route.path == "remote", "only the worker itself can say that it never fits"
